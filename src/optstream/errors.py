@@ -1,0 +1,84 @@
+"""Every error a user can meet; `OffloadError` is the base of all of them.
+
+A message names the subject with its numbers and units, the cause, and the next action. Each class also
+derives from the built-in exception a caller would expect, so `except ValueError` or `except OSError` work.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class OffloadError(Exception):
+    """Base of every error that optstream raises on purpose."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """An argument that cannot be used: a size, a path, an option of a group, a rule that does not fit."""
+
+
+class UnsupportedOptimizerError(OffloadError, TypeError):
+    """An optimizer whose state cannot be streamed window by window; the message says why."""
+
+
+class ModelChangedError(OffloadError, RuntimeError):
+    """A parameter no longer has the shape, dtype or device that its stored state was made for."""
+
+
+class StateChangedError(OffloadError, RuntimeError):
+    """The wrapped optimizer changed its state in a way that streaming cannot follow."""
+
+
+class ClosedError(OffloadError, RuntimeError):
+    """The optimizer was closed; its files are gone."""
+
+
+class StoreError(OffloadError, OSError):
+    """A directory or drive that cannot hold the state; `errno` is set where the kernel gave one."""
+
+
+class OutOfSpaceError(StoreError):
+    """The drive has fewer free bytes than the state needs."""
+
+
+class WindowIOError(StoreError):
+    """A transfer of a window failed.
+
+    Attributes:
+        filename: what identifies the file (nameless files: the directory and the window).
+        offset: position in the file, bytes.
+        num_bytes: bytes that were asked for and not transferred.
+        errno: the kernel's error number.
+    """
+
+    verb = "transfer"
+    advice = "check the drive (dmesg, SMART)"
+
+    def __init__(
+        self, filename: str, offset: int, num_bytes: int, errno: int, cause: str = ""
+    ) -> None:
+        self.offset = offset
+        self.num_bytes = num_bytes
+        reason = cause or os.strerror(errno)
+        text = (
+            f"cannot {self.verb} {num_bytes} bytes at offset {offset} of {filename}: "
+            f"{reason} (errno {errno}); {self.advice}"
+        )
+        super().__init__(errno, text)
+        self.filename = filename
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class WindowReadError(WindowIOError):
+    """A window could not be read; nothing of it was changed."""
+
+    verb = "read"
+
+
+class WindowWriteError(WindowIOError):
+    """A window could not be written; its newest bytes are still in memory."""
+
+    verb = "write"
+    advice = "the window is kept in memory: free space or mend the drive, then call step() again"

@@ -1,0 +1,63 @@
+"""Sizes as people write them: "64MiB" to bytes and back."""
+
+from __future__ import annotations
+
+import re
+
+from optstream.errors import ConfigError
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "500MB" (decimal), "64M" (binary).
+        name: what the size is for, named in the error.
+
+    Raises:
+        ConfigError: not a size, negative, or not a whole number of bytes.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ConfigError(f'{name}={size!r} is not a size; give bytes or a text such as "64MiB"')
+    if isinstance(size, int):
+        if size < 0:
+            raise ConfigError(f"{name}={size} is negative; give bytes or a text such as \"64MiB\"")
+        return size
+    match = _SIZE.fullmatch(size)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f'{name}={size!r} is not a size; give bytes or a text such as "64MiB", "2GiB", "500MB"'
+        )
+    num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+    if num_bytes != int(num_bytes):
+        raise ConfigError(f"{name}={size!r} is not a whole number of bytes")
+    return int(num_bytes)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes as people read them, in binary units: 10.8 GiB, 64.0 MiB, 512 B."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
