@@ -49,6 +49,7 @@ class WindowIOError(StoreError):
         offset: position in the file, bytes.
         num_bytes: bytes that were asked for and not transferred.
         errno: the kernel's error number.
+        progress: how far the step came, once known.
     """
 
     verb = "transfer"
@@ -66,9 +67,10 @@ class WindowIOError(StoreError):
         )
         super().__init__(errno, text)
         self.filename = filename
+        self.progress = ""
 
     def __str__(self) -> str:
-        return str(self.strerror)
+        return f"{self.strerror}; {self.progress}" if self.progress else str(self.strerror)
 
 
 class WindowReadError(WindowIOError):
@@ -81,4 +83,4 @@ class WindowWriteError(WindowIOError):
     """A window could not be written; its newest bytes are still in memory."""
 
     verb = "write"
-    advice = "the window is kept in memory: free space or mend the drive, then call step() again"
+    advice = "its newest state is kept in memory: free space or mend the drive"
