@@ -41,6 +41,10 @@ class OutOfSpaceError(StoreError):
     """The drive has fewer free bytes than the state needs."""
 
 
+class FormatError(OffloadError, ValueError):
+    """A window file that is malformed or not ours; the message names file and fault."""
+
+
 class WindowIOError(StoreError):
     """A transfer of a window failed.
 
