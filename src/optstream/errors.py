@@ -36,6 +36,9 @@ class ClosedError(OffloadError, RuntimeError):
 class StoreError(OffloadError, OSError):
     """A directory or drive that cannot hold the state; `errno` is set where the kernel gave one."""
 
+    def __str__(self) -> str:
+        return str(self.strerror or super().__str__())
+
 
 class OutOfSpaceError(StoreError):
     """The drive has fewer free bytes than the state needs."""
@@ -70,9 +73,6 @@ class WindowIOError(StoreError):
         )
         super().__init__(errno, text)
         self.filename = filename
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 class WindowReadError(WindowIOError):

@@ -6,7 +6,7 @@ A window is one safetensors file, readable by any safetensors reader, and usable
     | length u64 | JSON, spaces ... | extent | pad | extent | ... | pad |
     '------ a multiple of 4096 -----'------ a multiple of 4096 --------'
 
-safetensors allows no holes, so a `uint8` pad tensor fills every gap before an extent and at the end.
+safetensors allows no holes, so a `uint8` pad tensor fills each gap before an extent and at the end.
 What safetensors cannot say (state key, logical dtype, place in the whole tensor) is a JSON text per
 tensor in `__metadata__`. Nothing here touches torch or a drive.
 

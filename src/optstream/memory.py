@@ -1,17 +1,19 @@
 """What the kernel says about memory: this process's own, its limit, and what is left.
 
-Everything is read from `/proc`; the mount table in it says where the cgroups are, so tests give a tree
-of their own.
+All is read from `/proc`; the mount table in it says where the cgroups are, so tests give a tree of
+their own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-PROC = Path("/proc")
+from optstream.mounts import PROC, read_mounts
+
 # cgroup v1 writes "no limit" as the largest multiple of the page size; no machine has an EiB
 _NO_LIMIT_BYTES = 2**60
 _LIMIT_FILES = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}
@@ -73,32 +75,26 @@ def _limits(proc: Path) -> Iterator[int]:
     """Yield every memory limit that binds this process, from its cgroups to their roots."""
     for kind, directory, top in _cgroups(proc):
         while True:
-            try:
+            with suppress(OSError, ValueError):  # the root has no such file; "max" is no limit
                 yield int((directory / _LIMIT_FILES[kind]).read_text())
-            except (OSError, ValueError):
-                pass  # the root has no such file; "max" is no limit
             if directory == top:
                 break
             directory = directory.parent
 
 
 def _cgroups(proc: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield (filesystem type, this process's directory, the mount point) of each memory hierarchy."""
+    """Yield (filesystem type, own directory, mount point) of each memory hierarchy."""
     try:
         own = _own_groups((proc / "self/cgroup").read_text())
-        mounts = (proc / "self/mountinfo").read_text().splitlines()
     except OSError:
         return
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        root, top = (_unescape(field) for field in before.split()[3:5])
-        kind, _, options = after.split(maxsplit=2)
-        if kind in own and (kind == "cgroup2" or "memory" in options.split(",")):
-            path = PurePosixPath(own[kind])
-            # a path above the mount's root: seen from another cgroup namespace, only the mount is left
+    for mount in read_mounts(proc).values():
+        if mount.kind in own and (mount.kind == "cgroup2" or "memory" in mount.options):
+            # relative to what is mounted: in a container that is often not the hierarchy's root
+            path, root = PurePosixPath(own[mount.kind]), mount.root
             inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
-            if ".." not in inside.parts:
-                yield kind, Path(top) / inside, Path(top)
+            if ".." not in inside.parts:  # else outside of this cgroup namespace
+                yield mount.kind, Path(mount.point) / inside, Path(mount.point)
 
 
 def _own_groups(text: str) -> dict[str, str]:
@@ -111,8 +107,3 @@ def _own_groups(text: str) -> dict[str, str]:
         elif "memory" in controllers.split(","):
             own["cgroup"] = path
     return own
-
-
-def _unescape(field: str) -> str:
-    """Undo the octal escapes of the mount table (a space is `\\040`)."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
