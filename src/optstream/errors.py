@@ -36,9 +36,16 @@ class ClosedError(OffloadError, RuntimeError):
 class StoreError(OffloadError, OSError):
     """A directory or drive that cannot hold the state; `errno` is set where the kernel gave one."""
 
+    def __str__(self) -> str:
+        return str(self.strerror or super().__str__())
+
 
 class OutOfSpaceError(StoreError):
     """The drive has fewer free bytes than the state needs."""
+
+
+class FormatError(OffloadError, ValueError):
+    """A window file that is malformed or not ours; the message names file and fault."""
 
 
 class WindowIOError(StoreError):
