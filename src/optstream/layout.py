@@ -88,7 +88,8 @@ def find_layout(
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} cannot be offloaded: what it keeps for a parameter "
-                f"of shape {tuple(shape)} cannot be found without running it ({error or meta_error!r}); "
+                f"of shape {tuple(shape)} cannot be found without running it "
+                f"({error or meta_error!r}); "
                 "use it without offload"
             ) from error
 

@@ -131,8 +131,8 @@ class Updater:
                 part = _part(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
-                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not what the "
-                        "optimizer keeps for this parameter; it cannot be streamed"
+                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not what "
+                        "the optimizer keeps for this parameter; it cannot be streamed"
                     )
                 views[key].copy_(part)
                 record.stored |= {key}
@@ -268,7 +268,7 @@ class Updater:
 
 
 def follow_parameter(master: Tensor, param: Tensor) -> bool:
-    """Take into the master what something else wrote into its parameter; tell whether there was any.
+    """Take into the master what something else wrote into its parameter; tell if there was any.
 
     Where the parameter still is the master's rounded value the master keeps its lower bits, so a
     weight that was swapped out and back (EMA, evaluation) loses nothing.
