@@ -66,6 +66,8 @@ class Claim:
 def purge_stale(directory: Path) -> None:
     """Remove what dead processes left in `directory`; never touches what a live one holds."""
     for path in directory.glob(_PREFIX + "*"):
+        if path.is_symlink() or not path.is_dir():
+            continue  # not made here; following it could lead to a checkpoint
         try:
             lock_fd = _lock(path / _LOCK, os.O_CREAT)
         except OSError:
