@@ -1,7 +1,8 @@
 """Every error a user can meet; `OffloadError` is the base of all of them.
 
-A message names the subject with its numbers and units, the cause, and the next action. Each class also
-derives from the built-in exception a caller would expect, so `except ValueError` or `except OSError` work.
+A message names the subject with its numbers and units, the cause, and the next action. Each class
+also derives from the built-in exception a caller would expect, so `except ValueError` or `except
+OSError` work.
 """
 
 from __future__ import annotations

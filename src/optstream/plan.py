@@ -1,8 +1,8 @@
 """Which tensors go in which window, and what that costs in bytes.
 
-Pure arithmetic: no I/O, no torch.distributed, no tensor is made. Parameters are taken in order until a
-window holds `window_bytes` of stored state. A rule that is elementwise gets flat slices, so that one huge
-parameter does not break the bound; any other rule gets whole parameters.
+Pure arithmetic: no I/O, no torch.distributed, no tensor is made. Parameters are taken in order
+until a window holds `window_bytes` of stored state. A rule that is elementwise gets flat slices, so
+that one huge parameter does not break the bound; any other rule gets whole parameters.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What we know of an optimizer's rule: whether it can be streamed, and whether it can be sliced.
 
 Streaming updates parameters apart from each other, so the rule must not look from one parameter at
-another. torch's own optimizers are known; any other is tried on a few small parameters, together and
-apart, and must give the same bits.
+another. torch's own optimizers are known; any other is tried on a few small parameters, together
+and apart, and must give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from torch.optim import Optimizer
 from optstream.errors import UnsupportedOptimizerError
 from optstream.layout import Shell, hyperparameters
 
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop")
+_ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "Adagrad",
+    "RMSprop",
+)
 _ELEMENTWISE += ("Rprop", "ASGD")
 _PER_PARAMETER = ("Adafactor", "Muon")
 _TRIAL_STEPS = 3
@@ -41,8 +51,8 @@ PER_PARAMETER = _torch_classes(_PER_PARAMETER)
 def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Tell whether the rule may be applied to any flat slice of a parameter of this group.
 
-    A class says so itself with a method `is_elementwise(group) -> bool`; torch's own are known by their
-    exact class (a subclass may do anything). What is not known is taken as whole parameters.
+    A class says so itself with a method `is_elementwise(group) -> bool`; torch's own are known by
+    their exact class (a subclass may do anything). What is not known is taken as whole parameters.
     """
     own = getattr(optimizer, "is_elementwise", None)
     if own is not None:
@@ -54,7 +64,8 @@ def check_optimizer(optimizer: object) -> None:
     """Refuse what cannot be streamed.
 
     Raises:
-        UnsupportedOptimizerError: not a torch optimizer, needs a closure, wants sparse gradients, or lets
+        UnsupportedOptimizerError: not a torch optimizer, needs a closure, wants sparse gradients,
+        or lets
             one parameter's update depend on another's.
     """
     name = type(optimizer).__name__

@@ -1,7 +1,8 @@
 """How a window gets from its host buffer to where the update runs, and back.
 
-What differs between a CPU and an accelerator is this one class. The waits it offers are all there are: the
-parity tests run with a lane that copies late, on another thread, and fills buffers with NaN until it has.
+What differs between a CPU and an accelerator is this one class. The waits it offers are all there
+are: the parity tests run with a lane that copies late, on another thread, and fills buffers with
+NaN until it has.
 """
 
 from __future__ import annotations

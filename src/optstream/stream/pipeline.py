@@ -1,8 +1,8 @@
 """Read-ahead, update and write-behind, overlapped.
 
-The thread that steps asks for windows in an order and gets them one after another; a few threads a drive
-move pieces of other windows meanwhile. `_pump` starts reads into every slot that may be taken, whenever
-something changes: when the scan moves on and when a write is through.
+The thread that steps asks for windows in an order and gets them one after another; a few threads a
+drive move pieces of other windows meanwhile. `_pump` starts reads into every slot that may be
+taken, whenever something changes: when the scan moves on and when a write is through.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ class Stream:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield each window with its data (uint8, on its device), to be updated in place.
 
-        A window is written once the caller asks for the next one. Close the generator (contextlib.closing)
-        so that a window whose update failed is not written.
+        A window is written once the caller asks for the next one. Close the generator
+        (contextlib.closing) so that a window whose update failed is not written.
 
         Raises:
             WindowReadError: the window cannot be read; nothing of it was changed.
-            WindowWriteError: before the first window, if an earlier write still fails, or as soon as
+            WindowWriteError: before the first window, if an earlier write still fails, or as soon
+            as
                 slots run out; else see `check`. What could not be written stays in its slot.
         """
         if self._plan.in_place:
@@ -140,7 +141,8 @@ class Stream:
         self._pools, self._lanes = [], {}
         self._store.close()
 
-    # -- the scan -------------------------------------------------------------------------------------
+    # -- the scan
+    # ----------------------------------------------
 
     def _look_ahead(self, order: Sequence[int]) -> None:
         with self._changed:
@@ -200,7 +202,8 @@ class Stream:
             else:
                 slot.state = SlotState.READY
 
-    # -- transfers ------------------------------------------------------------------------------------
+    # -- transfers
+    # ----------------------------------------------
 
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
         with self._changed:
@@ -280,7 +283,8 @@ class Stream:
             if self._write_errors:
                 raise next(iter(self._write_errors.values()))
 
-    # -- buffers --------------------------------------------------------------------------------------
+    # -- buffers
+    # ----------------------------------------------
 
     def _view(self, window: int) -> Tensor:
         memory = self._store.view(window)

@@ -5,7 +5,8 @@
                ▼           │                   ▼
              FREE ─────────┘                 DIRTY ──► WRITING (retried) or BUSY
 
-A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the only copy.
+A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the
+only copy.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def choose(slots: Sequence[Slot], window: int, next_use: Mapping[int, int]) -> S
     """Return the slot to take for `window`: a free one, or the one needed last of those needed later.
 
     Args:
-        next_use: position of each window that is still to come in this scan. Scans alternate, so of the
+        next_use: position of each window that is still to come in this scan. Scans alternate, so of
+        the
             windows that are through the one updated first is needed last.
     """
     free = next((slot for slot in slots if slot.state is SlotState.FREE), None)
