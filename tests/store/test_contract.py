@@ -42,7 +42,9 @@ def store(make: Make) -> Iterator[Store]:
 
 
 class TestStore:
-    def test_fresh_windows_read_as_zeros(self, store: Store, pages: Pages, windows: Windows) -> None:
+    def test_fresh_windows_read_as_zeros(
+        self, store: Store, pages: Pages, windows: Windows
+    ) -> None:
         store.reserve(windows(3, 1))
         for window, num_pages in enumerate((3, 1)):
             buffer = pages(num_pages, fill=7)

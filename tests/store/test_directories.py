@@ -27,7 +27,7 @@ def test_an_unknown_kind(kind: str) -> None:
 
 @pytest.mark.parametrize("directories", ["", [], [""], [None], [b"/tmp"], ["a\0b"], 7, None])
 def test_no_path(directories: object) -> None:
-    with pytest.raises(ConfigError, match="give .*on a drive"):
+    with pytest.raises(ConfigError, match=r"give .*on a drive"):
         open_store("direct", directories)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ Answer = Callable[[Callable[..., int], int, memoryview, int], int]
 
 @dataclass
 class Kernel:
-    """Stands before os.preadv and os.pwritev; `answers` maps the number of a call to what it does."""
+    """Stands before os.preadv and os.pwritev; `answers` maps a call's number to what it does."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     always: Answer | None = None
@@ -119,7 +119,7 @@ def test_short_transfers_are_completed(
     store: Store, kernel: Kernel, pages: Pages, num_bytes: int, direction: str
 ) -> None:
     wanted, found = pages(8, fill=1), pages(8, fill=99)
-    answers = {call: short(num_bytes) for call in range(0, 6)}
+    answers = {call: short(num_bytes) for call in range(6)}
     kernel.answers = answers if direction == "write" else {}
     store.write(0, 0, wanted)
     kernel.num_calls, kernel.answers = 0, answers if direction == "read" else {}
@@ -168,7 +168,7 @@ def test_a_truncated_file(
     for fd in Path("/proc/self/fd").iterdir():
         if str(fd.resolve()).startswith(str(drive_path)):
             os.ftruncate(int(fd.name), 4096 + 8192)
-    with pytest.raises(WindowReadError, match="16384 bytes at offset 12288 .*truncated"):
+    with pytest.raises(WindowReadError, match=r"16384 bytes at offset 12288 .*truncated"):
         store.read(0, 0, pages(6))
 
 
@@ -315,7 +315,7 @@ def test_a_failed_write_back_is_a_failed_write(
         raise OSError(errno.ENOSPC, "")
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    with pytest.raises(WindowWriteError, match="8192 bytes at offset 4096 .*No space left"):
+    with pytest.raises(WindowWriteError, match=r"8192 bytes at offset 4096 .*No space left"):
         store.write(0, 0, pages(2))
 
 
