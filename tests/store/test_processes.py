@@ -184,7 +184,6 @@ def test_a_forked_child_holds_no_space_and_no_lock(
             store.read(0, 0, pages(1))
         with pytest.raises(ClosedError, match="parent process"):
             store.reserve(windows(1))
-        store.close()
         return True
 
     pid = fork(check)
