@@ -3,15 +3,14 @@
     DIR/optstream-live-XXXXXXXX/lock                        flock: its holder lives
     DIR/optstream-live-XXXXXXXX/window-00000.safetensors    ...
 
-    creator                       | purger
-    ------------------------------+-----------------------------------------------
-    mkdir                         | open lock, made if missing
-    make lock, fails if there     | flock, skip if held: its holder lives
-    flock, fails if held          | skip unless still the inode under that name
-    still that inode, else anew   | remove window files, lock, directory
+    creator                            | purger
+    -----------------------------------+---------------------------------------
+    mkdir                              | find the directory
+    open lock, made if missing; flock it; check that the name still leads to that inode
+    failed: purged, take another name  | failed: its holder lives, leave it
+    make window files                  | remove window files, lock, directory
 
-Whichever gets the lock first wins; the creator that lost takes another name. The kernel drops the
-lock with the last descriptor of a dead process.
+The kernel drops the lock with the last descriptor of a dead process.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Claim:
         lock_fd = None
         while lock_fd is None:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
-            lock_fd = _lock(self.path / _LOCK, os.O_CREAT | os.O_EXCL)
+            lock_fd = _lock(self.path / _LOCK)
         self.lock_fd = lock_fd
 
     def file(self, window: int) -> Path:
@@ -66,8 +65,10 @@ class Claim:
 def purge_stale(directory: Path) -> None:
     """Remove what dead processes left in `directory`; never touches what a live one holds."""
     for path in directory.glob(_PREFIX + "*"):
+        if path.is_symlink() or not path.is_dir():
+            continue  # not made here; following it could lead to a checkpoint
         try:
-            lock_fd = _lock(path / _LOCK, os.O_CREAT)
+            lock_fd = _lock(path / _LOCK)
         except OSError:
             continue  # another user's, or removed by another purger just now
         if lock_fd is not None:
@@ -77,11 +78,11 @@ def purge_stale(directory: Path) -> None:
             log.info("%s: removed %s that a dead run left", path, format_bytes(num_bytes))
 
 
-def _lock(path: Path, flags: int) -> int | None:
+def _lock(path: Path) -> int | None:
     """Return a descriptor that holds the lock file under this name, or None if another one does."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-    except (FileExistsError, FileNotFoundError):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
         return None  # a purger was faster
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
