@@ -97,7 +97,9 @@ def set_grads(params: Iterable[Tensor], step: int) -> None:
     """Give every parameter the gradient that belongs to this step, the same in every run."""
     for index, param in enumerate(params):
         generator = torch.Generator().manual_seed(1000 * step + index)
-        param.grad = _randn(param.shape, param.dtype, generator).mul_(10.0 ** (index % 3 - 1))
+        values = _randn(param.shape, param.dtype, generator).mul_(10.0 ** (index % 3 - 1))
+        # laid out like the parameter, as autograd does it
+        param.grad = torch.empty_like(param, requires_grad=False).copy_(values)
 
 
 def _randn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

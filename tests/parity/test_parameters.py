@@ -68,8 +68,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows with gaps": lambda data: data[::3],
     "one column": lambda data: data[:, 1, 1, 1],
     "offset into a storage": lambda data: data.flatten()[3:-2],
-    "negative slice": lambda data: data[1:-1, 1:-1, 1:-1],
+    "inner block": lambda data: data[1:-1, 1:-1, 1:-1],
 }
+
+
+WITH_GAPS = ("columns with gaps", "rows with gaps", "one column", "inner block")
 
 
 def laid_out(layout: str, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -82,7 +85,7 @@ def laid_out(layout: str, dtype: torch.dtype) -> list[nn.Parameter]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     case = next(case for case in torch_cases() if case.name == name)
-    if name == "AdamW-fused" and "gaps" in layout + ("gaps" if layout == "one column" else ""):
+    if name == "AdamW-fused" and layout in WITH_GAPS and dtype == torch.float32:
         pytest.skip("torch's fused kernel takes parameters with gaps for dense ones")
     plain, streamed = laid_out(layout, dtype), laid_out(layout, dtype)
     train(plain, MasterLoop(case.make, plain), range(4))
@@ -190,9 +193,9 @@ def test_windows_without_gradients_cost_no_transfer(tmp_path: Path) -> None:
     shapes = [(64, 256)] * 8
     reports = compare(torch.optim.AdamW, only_the_last, tmp_path, shapes=shapes, steps=6)
     assert [report.num_windows for report in reports] == [16, 2, 2, 2, 2, 2]
-    # the step with all of them ends in the reports of the first two
-    assert reports[2].read_bytes == reports[3].read_bytes == 0
-    assert reports[3].written_bytes <= 3 * 65536
+    # the writes of the first step may be through only in the second
+    assert all(report.read_bytes == 0 for report in reports[2:])
+    assert all(0 < report.written_bytes <= 4 * 65536 for report in reports[2:])
 
 
 def test_no_gradients_at_all_touch_nothing(tmp_path: Path) -> None:
@@ -317,6 +320,34 @@ def test_tied_weights(tmp_path: Path) -> None:
         return [param.detach() for param in model.parameters()]
 
     assert_same_bits(run(True), run(False))
+
+
+def test_frozen_parameters_keep_the_state_they_have(tmp_path: Path) -> None:
+    """A run that froze a parameter, was wrapped, and thaws it goes on from its moments."""
+    plain, streamed = make_params(SHAPES), make_params(SHAPES)
+    loop, inner = torch.optim.AdamW(plain), torch.optim.AdamW(streamed)
+    train(plain, loop, range(3))
+    train(streamed, inner, range(3))
+    for params in (plain, streamed):
+        params[0].requires_grad_(False)
+        params[0].grad = None
+    with optstream.offload(inner, tmp_path, window="64KiB") as optimizer:
+        for params in (plain, streamed):
+            params[0].requires_grad_(True)
+        train(plain, loop, range(3, 6))
+        train(streamed, optimizer, range(3, 6))
+    assert_same_bits(streamed, plain)
+
+
+@pytest.mark.parametrize("case", torch_cases("SGD", "AdamW", "RMSprop", "Adafactor"), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles(
+    case: Case, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice is updated tile by tile where that saves memory; the bits stay the same."""
+    monkeypatch.setattr("optstream.plan.MAX_TILE", 4096)
+    monkeypatch.setattr("optstream.update.MAX_TILE", 1000)
+    check_case(case, dtype, tmp_path, window="1MiB")
 
 
 def test_infinite_and_missing_numbers_are_kept(tmp_path: Path) -> None:
