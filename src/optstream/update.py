@@ -294,7 +294,7 @@ def follow_parameter(master: Tensor, param: Tensor) -> bool:
     weight that was swapped out and back (EMA, evaluation) loses nothing.
     """
     changed = False
-    for part, written in zip(_chunks(master), _chunks(param), strict=True):
+    for part, written in _chunks(master, param):
         bits, rounded = written.view(torch.int16), part.to(param.dtype).view(torch.int16)
         if not torch.equal(bits, rounded):
             part.copy_(torch.where(bits != rounded, written.to(master.dtype), part))
@@ -314,9 +314,12 @@ def _part(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor.contiguous().view(-1)[piece.start : piece.stop]
 
 
-def _chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return bounded flat parts where the tensor is contiguous."""
-    return tensor.view(-1).split(MAX_TILE) if tensor.is_contiguous() else (tensor,)
+def _chunks(master: Tensor, param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield bounded parts of both: flat where both are contiguous, else some rows."""
+    if master.is_contiguous() and param.is_contiguous():
+        master, param = master.view(-1), param.view(-1)
+    rows = max(1, MAX_TILE * len(param) // max(1, param.numel()))
+    yield from zip(master.split(rows), param.split(rows), strict=True)
 
 
 def _fits(value: Tensor, view: Tensor) -> bool:
