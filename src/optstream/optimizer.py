@@ -262,7 +262,9 @@ class StreamedOptimizer(Optimizer):
         """Give every parameter that trains a place in the plan and in the store."""
         new = [
             self._describer.describe(self._name(group, position), group, position)
-            for group, position in unplanned(self.plan.params, self.param_groups)
+            for group, position in unplanned(
+                self.plan.params, self.param_groups, self._optimizer.state
+            )
         ]
         if not new:
             return

@@ -188,15 +188,18 @@ def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
     return grad
 
 
-def unplanned(specs: Sequence[ParamSpec], groups: Groups) -> Iterator[tuple[int, int]]:
+def unplanned(
+    specs: Sequence[ParamSpec], groups: Groups, state: Mapping[Tensor, Any]
+) -> Iterator[tuple[int, int]]:
     """Yield (group, position) of parameters that need state and have no place in the plan.
 
-    Frozen parameters have none until they get a gradient.
+    Frozen parameters have none until they get a gradient, unless `state` has something for them.
     """
     planned = {(spec.group, spec.position) for spec in specs}
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
-            if (g, i) not in planned and (param.requires_grad or param.grad is not None):
+            needs = param.requires_grad or param.grad is not None or state.get(param)
+            if needs and (g, i) not in planned:
                 yield g, i
 
 
