@@ -58,6 +58,17 @@ def is_streamed(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
+def kept_value(value: Any, narrow: torch.dtype, wide: torch.dtype) -> Any:
+    """Return a copy of a counter, of a 0-dim parameter's state or of a Python value.
+
+    Args:
+        narrow, wide: what has the parameter's dtype gets its master's.
+    """
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to(wide if value.dtype == narrow else value.dtype, copy=True)
+
+
 def find_layout(
     optimizer: Optimizer,
     group: Mapping[str, Any],
@@ -65,18 +76,20 @@ def find_layout(
     stride: Sequence[int],
     dtype: torch.dtype,
     state: Mapping[str, Any],
+    narrow: torch.dtype,
 ) -> Layout:
     """Find what `optimizer` keeps for a parameter of this shape, stride (elements) and dtype.
 
     Args:
         group: its param_group; only the hyperparameters are used.
         state: what is already there for it (a counter of 1000 may switch a rule); not changed.
+        narrow: the parameter's own dtype; such state becomes `dtype` where there is a master.
 
     Raises:
         UnsupportedOptimizerError: the rule needs values, not shapes, or keeps tensors inside
         containers.
     """
-    probe = _Probe(optimizer, group, shape, stride, dtype, state)
+    probe = _Probe(optimizer, group, shape, stride, dtype, state, narrow)
     try:
         with _ItemAnswer():  # type: ignore[no-untyped-call]
             return probe.run("meta")
@@ -112,11 +125,13 @@ class _Probe:
         stride: Sequence[int],
         dtype: torch.dtype,
         state: Mapping[str, Any],
+        narrow: torch.dtype,
     ) -> None:
         self.optimizer = optimizer
         self.group = hyperparameters(group)
         self.shape, self.stride, self.dtype = tuple(shape), tuple(stride), dtype
         self.state = state
+        self.narrow = narrow
 
     def run(self, device: str) -> Layout:
         # fused kernels exist only for real devices; the state they keep is that of the plain rule
@@ -156,17 +171,15 @@ class _Probe:
     def _state(self, device: str) -> dict[str, Any]:
         return {
             key: torch.empty_strided(
-                value.shape, value.stride(), dtype=self._widened(value), device=device
+                value.shape,
+                value.stride(),
+                dtype=self.dtype if value.dtype == self.narrow else value.dtype,
+                device=device,
             )
             if is_streamed(value)
-            else copy.deepcopy(value)
+            else kept_value(value, self.narrow, self.dtype)
             for key, value in self.state.items()
         }
-
-    def _widened(self, value: Tensor) -> torch.dtype:
-        """Return the dtype that a state gets where its low-precision parameter has a master."""
-        narrower = value.is_floating_point() and value.itemsize < self.dtype.itemsize
-        return self.dtype if narrower else value.dtype
 
 
 class Shell:

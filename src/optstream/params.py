@@ -110,10 +110,12 @@ class Describer:
         param: Tensor,
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
-        key = (group, shape, stride, dtype, tuple(state))
+        key = (group, shape, stride, dtype, param.dtype, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]
-            self._layouts[key] = find_layout(self._optimizer, values, shape, stride, dtype, state)
+            self._layouts[key] = find_layout(
+                self._optimizer, values, shape, stride, dtype, state, param.dtype
+            )
         return self._layouts[key]
 
     def _can_slice(

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optstream.errors import StateChangedError
-from optstream.layout import advance_group, changed_values, hyperparameters, is_streamed, raw_step
+from optstream.layout import (
+    advance_group,
+    changed_values,
+    hyperparameters,
+    is_streamed,
+    kept_value,
+    raw_step,
+)
 from optstream.params import Bound
 from optstream.plan import (
     EXTENT_ALIGNMENT,
@@ -126,16 +133,18 @@ class Updater:
         for piece in window.pieces:
             if piece.param not in states:
                 continue
+            spec = params[piece.param]
+            wide = torch.float32 if spec.has_master else spec.dtype
             record = self._next.setdefault(piece.param, Record())
             views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
             for key, value in states[piece.param].items():
                 if not is_streamed(value):
-                    record.kept[key] = value
+                    record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
                 part = _part(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
-                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not "
+                        f"{spec.name}/{key} of shape {tuple(value.shape)} is not "
                         "what the optimizer keeps for this parameter; it cannot be streamed"
                     )
                 views[key].copy_(part)
