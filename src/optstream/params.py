@@ -179,6 +179,12 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
             f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
             "final shape and dtype"
         )
+    if spec.elementwise and not param.is_contiguous():
+        # a flat slice of it would be a copy, and its update lost
+        raise ModelChangedError(
+            f"{spec.name} is no longer contiguous (strides {param.stride()}), its state on the "
+            "drive is in slices; wrap the optimizer after the model has its final memory format"
+        )
 
 
 def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
