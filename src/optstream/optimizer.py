@@ -193,6 +193,8 @@ class StreamedOptimizer(Optimizer):
         advancing = [group for group in groups if self._describer.advances_group(group)]
         self._updater.commit(self.param_groups, advancing)
         self._done = set()
+        # a scheduler made before wrapping looks there and warns of a wrong order otherwise
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if order:
             self._backwards = not self._backwards
         if self._updater.followed:
