@@ -241,13 +241,20 @@ class Updater:
         return group
 
     def _step_on(self, groups: list[dict[str, Any]], state: defaultdict[Tensor, Any]) -> None:
-        optimizer = self._optimizer
-        public = optimizer.param_groups, optimizer.state
-        optimizer.param_groups, optimizer.state = groups, state
+        own = vars(self._optimizer)
+        public = dict(own)
+        # without hooks: a subclass whose step calls its base's would run them for every window
+        window = {
+            "param_groups": groups,
+            "state": state,
+            "_optimizer_step_pre_hooks": {},
+            "_optimizer_step_post_hooks": {},
+        }
+        own.update(window)
         try:
             self._step()
         finally:
-            optimizer.param_groups, optimizer.state = public
+            own.update({key: public[key] for key in window})
 
     def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""
