@@ -53,6 +53,15 @@ def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
     return lambda: step(optimizer)
 
 
+def step_without_hooks(groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> dict[str, Any]:
+    """Return the attributes with which an optimizer steps on other groups and calls nobody.
+
+    `raw_step` is not enough: a subclass whose step calls its base's runs the hooks there.
+    """
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {"param_groups": groups, "state": state, **{key: {} for key in hooks}}
+
+
 def is_streamed(value: object) -> bool:
     """Tell whether a state value goes into a window: tensors do, but for 0-dim ones (counters)."""
     return isinstance(value, Tensor) and value.dim() > 0
@@ -191,8 +200,7 @@ class Shell:
         # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
         self.optimizer.__dict__.update(optimizer.__dict__)
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self.optimizer.state = self.state
-        self.optimizer.param_groups = groups
+        vars(self.optimizer).update(step_without_hooks(groups, self.state))
 
     def step(self) -> None:
         raw_step(self.optimizer)()

@@ -30,6 +30,7 @@ from optstream.layout import (
     is_streamed,
     kept_value,
     raw_step,
+    step_without_hooks,
 )
 from optstream.params import Bound
 from optstream.plan import (
@@ -242,19 +243,13 @@ class Updater:
 
     def _step_on(self, groups: list[dict[str, Any]], state: defaultdict[Tensor, Any]) -> None:
         own = vars(self._optimizer)
-        public = dict(own)
-        # without hooks: a subclass whose step calls its base's would run them for every window
-        window = {
-            "param_groups": groups,
-            "state": state,
-            "_optimizer_step_pre_hooks": {},
-            "_optimizer_step_post_hooks": {},
-        }
+        window = step_without_hooks(groups, state)
+        public = {key: own[key] for key in window}
         own.update(window)
         try:
             self._step()
         finally:
-            own.update({key: public[key] for key in window})
+            own.update(public)
 
     def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""
