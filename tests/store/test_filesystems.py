@@ -224,6 +224,16 @@ def test_a_drive_that_fills_up_while_reserving(
     _wait_until_free(point, free)
 
 
+def test_what_only_root_may_use_is_not_free(
+    mounted: Mounted, opened: Opened, windows: Windows
+) -> None:
+    point = mounted("ext4", mkfs="-m 20")
+    free = os.statvfs(point)
+    num_pages = (free.f_bavail + free.f_bfree) // 2 * free.f_bsize // 4096
+    with pytest.raises(OutOfSpaceError, match=r" free; free .* or give a second directory"):
+        opened("direct", point).reserve(windows(num_pages))
+
+
 def test_too_few_inodes(mounted: Mounted, opened: Opened, windows: Windows) -> None:
     point = mounted("ext4", mkfs="-N 16")
     num_files = os.statvfs(point).f_favail + 1

@@ -138,7 +138,9 @@ def test_a_forked_child_that_exits_harms_nothing(
     names: str, holder: Holder, drive_path: Path
 ) -> None:
     process = holder(names)
+    before = sorted(drive_path.rglob("*"))
     assert _tell(process, "fork") == "forked"
+    assert sorted(drive_path.rglob("*")) == before
     assert _tell(process, "check") == "unharmed"
 
 
