@@ -15,7 +15,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """An argument that cannot be used: a size, a path, an option of a group, a rule that does not fit."""
+    """An argument that cannot be used: a size, a path, an option, a rule that does not fit."""
 
 
 class UnsupportedOptimizerError(OffloadError, TypeError):

@@ -1,4 +1,4 @@
-"""The window files of a plan: each window's extents, named and described for any safetensors reader."""
+"""The window files of a plan: each extent named and described for any safetensors reader."""
 
 from __future__ import annotations
 

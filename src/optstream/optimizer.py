@@ -76,8 +76,7 @@ def offload(
     if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
     window_bytes = parse_window_bytes(parse_bytes(window, "window"))
-    is_one = isinstance(directory, str | os.PathLike)
-    directories = [directory] if is_one else list(directory)  # type: ignore[list-item, arg-type]
+    directories = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
     with contextlib.ExitStack() as undo:
         reporter = Reporter(type(optimizer).__name__, 0, metrics)
         undo.callback(reporter.close)
@@ -183,8 +182,9 @@ class StreamedOptimizer(Optimizer):
                     self._done.add(window)
             except WindowIOError as error:
                 error.progress = (
-                    f"step {self._reporter.next_step} has updated {len(self._done)} windows and left "
-                    f"{len(set(order) - self._done)}; call step() again with the same gradients to finish it"
+                    f"step {self._reporter.next_step} has updated {len(self._done)} windows and "
+                    f"left {len(set(order) - self._done)}; call step() again "
+                    "with the same gradients to finish it"
                 )
                 raise
 
@@ -221,7 +221,7 @@ class StreamedOptimizer(Optimizer):
             raise
 
     def _order(self, bound: Mapping[int, Bound]) -> list[int]:
-        """Return the windows with gradients; every other scan goes backwards, over what is still in slots."""
+        """Return the windows with gradients; every other scan goes backwards from the last one."""
         active = [
             index
             for index, window in enumerate(self.plan.windows)
@@ -235,8 +235,8 @@ class StreamedOptimizer(Optimizer):
         if len(devices) != 1:
             name = self.plan.params[pieces[0].param].name
             raise ModelChangedError(
-                f"the parameters of the window of {name} are on {sorted(map(str, devices))}, they were on "
-                "one device when the optimizer was wrapped; wrap it after moving the model"
+                f"the parameters of the window of {name} are on {sorted(map(str, devices))}, they "
+                "were on one device when the optimizer was wrapped; wrap it after moving the model"
             )
         return devices.pop()
 
@@ -321,12 +321,13 @@ class StreamedOptimizer(Optimizer):
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise ClosedError(
-                "this optimizer is closed and its files are gone; wrap the optimizer again with offload()"
+                "this optimizer is closed and its files are gone; wrap one again with offload()"
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "a streamed optimizer cannot be copied or pickled: its state is in files that one process holds"
+            "a streamed optimizer cannot be copied or pickled: its state is in files that one "
+            "process holds"
         )
 
 

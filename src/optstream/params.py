@@ -90,7 +90,7 @@ class Describer:
             device=str(param.device),
             states=states,
             elementwise=self._can_slice(values, param, dtype, states),
-            batched=layout.batched,
+            temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
         )
@@ -174,15 +174,16 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
     if tuple(param.shape) != spec.shape or param.dtype != spec.dtype:
         raise ModelChangedError(
             f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
-            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its final shape and dtype"
+            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
+            "final shape and dtype"
         )
 
 
 def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise UnsupportedOptimizerError(
-            f"the gradient of {spec.name} is sparse ({grad.layout}), offload streams dense gradients "
-            "only; use sparse=False in the embedding"
+            f"the gradient of {spec.name} is sparse ({grad.layout}), offload streams dense "
+            "gradients only; use sparse=False in the embedding"
         )
     return grad
 

@@ -78,7 +78,7 @@ class Reporter:
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
-                self._file = Path(metrics).open("a", encoding="utf-8")
+                self._file = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
                 raise ConfigError(
                     f"cannot write metrics to {os.fspath(metrics)}: {error.strerror}; "

@@ -17,11 +17,11 @@ Wait = Callable[[], None]
 
 
 class Lane(ABC):
-    """Copies windows of one device; used by the thread that steps, in the order load, update, unload."""
+    """Copies windows of one device; the thread that steps calls load, wait_loaded, unload."""
 
     @abstractmethod
     def load(self, host: Tensor) -> Tensor:
-        """Start copying a window to the device; return where it will be (uint8, as long as `host`)."""
+        """Start copying a window to the device; return where it will be (uint8, like `host`)."""
 
     @abstractmethod
     def wait_loaded(self) -> None:

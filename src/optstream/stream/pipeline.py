@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from optstream.stream import lane as lanes
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
 
 PIECE_BYTES = 8 * 2**20
-"""Bytes of one transfer; 4 to 16 MiB reach the drive's limit with 2 to 4 threads (benchmarks/step.py)."""
+"""Of one transfer; 4 to 16 MiB reach the drive's limit with 2 to 4 threads (benchmarks/step.py)."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Stream:
 
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Generator[tuple[int, Tensor], None, None]:
         """Yield each window with its data (uint8, on its device), to be updated in place.
 
         A window is written once the caller asks for the next one. Close the generator
@@ -108,7 +109,7 @@ class Stream:
 
     def _windows_in_place(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Generator[tuple[int, Tensor], None, None]:
         unloaded: list[lanes.Wait] = []
         for window in order:
             host = self._view(window)
@@ -121,7 +122,7 @@ class Stream:
             wait()
 
     def forget(self, windows: Iterable[int]) -> None:
-        """Take these windows as never stored: the next update starts from zeros and reads nothing."""
+        """Take windows as never stored: the next update starts from zeros and reads nothing."""
         self._stored.difference_update(windows)
 
     def drain(self) -> None:
@@ -274,7 +275,7 @@ class Stream:
                     assert slot.window is not None
                     self._write_errors.pop(slot.window, None)
                     self._write(slot, slot.window, lanes.nothing)
-                    self._changed.wait_for(lambda slot=slot: slot.state is not SlotState.WRITING)
+                    self._changed.wait_for(partial(_is_written, slot))
         self.check()
 
     def check(self) -> None:
@@ -307,3 +308,7 @@ class Stream:
         for unpin in self._unpin:
             unpin()
         self._unpin, self._slots = [], []
+
+
+def _is_written(slot: Slot) -> bool:
+    return slot.state is not SlotState.WRITING

@@ -70,7 +70,7 @@ def holding(slots: Sequence[Slot], window: int) -> Slot | None:
 
 
 def choose(slots: Sequence[Slot], window: int, next_use: Mapping[int, int]) -> Slot | None:
-    """Return the slot to take for `window`: a free one, or the one needed last of those needed later.
+    """Return the slot to take for `window`: a free one, or of those needed later the last.
 
     Args:
         next_use: position of each window that is still to come in this scan. Scans alternate, so of
