@@ -247,6 +247,16 @@ def test_a_claim_lost_to_a_purge_is_made_anew(
     assert list(drive_path.iterdir()) == []
 
 
+def test_a_filesystem_without_locks(drive_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="37"):
+        Claim(drive_path)
+    assert list(drive_path.iterdir()) == []
+
+
 def test_claims_and_purges_race(drive_path: Path) -> None:
     """Lock holders never lose a file, whoever starts meanwhile."""
 
