@@ -149,6 +149,7 @@ class _Probe:
         shell, first, later = self._two_steps(group, device, 1)
         _, _, later_of_four = self._two_steps(group, device, 4)
         kept = shell.state[shell.groups[0]["params"][0]]
+        self._check_keys(shell)
         tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
         advances = bool(changed_values(group, shell.groups[0]))
         if fused:
@@ -170,6 +171,15 @@ class _Probe:
                 shell.step()
             peaks.append(peak.peak_bytes)
         return shell, peaks[0], peaks[1]
+
+    def _check_keys(self, shell: Shell) -> None:
+        shared = [key for key in shell.state if not isinstance(key, Tensor)]
+        if shared:
+            raise UnsupportedOptimizerError(
+                f"{type(self.optimizer).__name__} cannot be offloaded: its state {shared[0]!r} "
+                "belongs to no parameter, and streaming sees a few parameters at a time; "
+                "use it without offload"
+            )
 
     def _param(self, device: str) -> torch.nn.Parameter:
         data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)

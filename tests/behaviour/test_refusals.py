@@ -39,7 +39,7 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     with optstream.offload(torch.optim.SGD(embedding.parameters()), tmp_path) as optimizer:
         embedding(torch.tensor([1, 2])).sum().backward()
         before = embedding.weight.detach().clone()
-        with pytest.raises(optstream.OffloadError, match="gradient .* is sparse"):
+        with pytest.raises(optstream.OffloadError, match=r"gradient .* is sparse"):
             optimizer.step()
         assert torch.equal(embedding.weight, before)
 
@@ -121,5 +121,5 @@ class Coupled(Optimizer):
 
 
 def test_an_optimizer_with_a_global_norm(tmp_path: Path) -> None:
-    with pytest.raises(optstream.OffloadError, match="depends on other parameters .*global norm"):
+    with pytest.raises(optstream.OffloadError, match=r"depends on other parameters .*global norm"):
         optstream.offload(Coupled(params()), tmp_path)

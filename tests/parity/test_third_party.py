@@ -43,7 +43,7 @@ def packaged_cases() -> list[Case]:
         (ours.DiffGrad, {}),
         (ours.SM3, {}),
         (ours.NovoGrad, {}),
-        (ours.MADGRAD, {}),
+        (ours.QHAdam, {}),
     ]
     return [
         Case(
@@ -88,9 +88,16 @@ def test_wrappers_of_optimizers_are_refused(tmp_path: Path) -> None:
     params = make_params(OURS)
     set_grads(params, 0)
     before = [param.detach().clone() for param in params]
-    with pytest.raises(optstream.OffloadError, match="Lookahead .* AdamW"):
+    with pytest.raises(
+        optstream.OffloadError, match=r"Lookahead .* steps another optimizer, AdamW"
+    ):
         optstream.offload(pytorch_optimizer.Lookahead(torch.optim.AdamW(params)), tmp_path)
     assert_same_bits(params, before)
+
+
+def test_state_that_belongs_to_no_parameter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(optstream.OffloadError, match="state 'k' belongs to no parameter"):
+        optstream.offload(pytorch_optimizer.MADGRAD(make_params(OURS)), tmp_path)
 
 
 # -- a user's own: what state and groups may look like
