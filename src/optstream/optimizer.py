@@ -189,8 +189,7 @@ class StreamedOptimizer(Optimizer):
                 raise
 
     def _finish_step(self, order: Sequence[int]) -> None:
-        groups = range(len(self.param_groups))
-        advancing = [group for group in groups if self._describer.advances_group(group)]
+        advancing = range(len(self.param_groups)) if self._describer.advances_groups else ()
         self._updater.commit(self.param_groups, advancing)
         self._done = set()
         # a scheduler made before wrapping looks there and warns of a wrong order otherwise

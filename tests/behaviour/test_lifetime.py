@@ -124,6 +124,14 @@ for step in range(3):
     optimizer.step()
 {ending}
 """
+SLOW_DRIVE = """
+import time
+for name in ("read", "write"):
+    def late(window, offset, buffer, transfer=getattr(optimizer._store, name)):
+        time.sleep(0.3)
+        transfer(window, offset, buffer)
+    setattr(optimizer._store, name, late)
+"""
 FAILING_UPDATE = """
 update = optimizer._updater.update
 def fail_late(plan, window, buffer, bound):
@@ -137,8 +145,13 @@ optimizer.step()
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("", 0), ("raise SystemExit(3)", 3), (FAILING_UPDATE, 3), ("del optimizer", 0)],
-    ids=["end of script", "exit", "exit in the middle of a step", "deleted"],
+    [
+        ("", 0),
+        ("del optimizer", 0),
+        (SLOW_DRIVE + "optimizer.step()", 0),
+        (SLOW_DRIVE + FAILING_UPDATE, 3),
+    ],
+    ids=["end of script", "deleted", "writes under way", "in the middle of a step"],
 )
 def test_a_process_that_ends_without_close(ending: str, status: int, tmp_path: Path) -> None:
     done = subprocess.run(
