@@ -178,7 +178,7 @@ class Muon(Optimizer):
             if not state:
                 # torch keeps the counter on the CPU unless the kernel reads it
                 device = param.device if group["fused"] else torch.device("cpu")
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
         if not params:

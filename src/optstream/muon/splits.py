@@ -82,11 +82,11 @@ def as_rule(split: Any) -> tuple[Any, ...] | None:
     if rule is None:
         return None
     match rule:
-        case ("equal", int(k)) if k > 0:
+        case ("equal", k) if _counts((k,)):
             pass
         case ("rows", tuple(rows)) if _counts(rows):
             pass
-        case ("grouped", int(groups), tuple(rows)) if groups > 0 and _counts(rows):
+        case ("grouped", groups, tuple(rows)) if _counts((groups, *rows)) and rows:
             pass
         case ("stack",) | ("flatten",):
             pass
@@ -127,4 +127,4 @@ def _tuples(value: Any) -> Any:
 
 
 def _counts(rows: tuple[Any, ...]) -> bool:
-    return bool(rows) and all(isinstance(n, int) and n > 0 for n in rows)
+    return bool(rows) and all(type(n) is int and n > 0 for n in rows)
