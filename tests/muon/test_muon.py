@@ -53,9 +53,7 @@ def test_trajectory_is_that_of_the_published_formula(nesterov: bool, mode: str) 
     lr, mu, decay = 0.05, 0.9, 0.1
     for shape in SHAPES:
         param = parameter(*shape, dtype=torch.float64)
-        optimizer = Muon(
-            [param], lr, mu, nesterov=nesterov, weight_decay=decay, momentum_mode=mode
-        )
+        optimizer = Muon([param], lr, mu, nesterov=nesterov, weight_decay=decay, momentum_mode=mode)
         expected, buffer = param.detach().clone(), torch.zeros(shape, dtype=torch.float64)
         for step in range(4):
             train(optimizer, 1, seed=step)
@@ -78,9 +76,7 @@ def test_trajectory_agrees_with_torch_within_bf16(
 ) -> None:
     for shape in SHAPES[:4]:
         ours, theirs = parameter(*shape), parameter(*shape)
-        train(
-            Muon([ours], 0.02, weight_decay=0.1, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn), 5
-        )
+        train(Muon([ours], 0.02, weight_decay=0.1, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn), 5)
         train(torch.optim.Muon([theirs], 0.02, adjust_lr_fn=adjust_lr_fn), 5)
         assert (ours - theirs).abs().max() < tolerance
         assert (ours - parameter(*shape)).abs().max() > 10 * (ours - theirs).abs().mean()

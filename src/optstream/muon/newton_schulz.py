@@ -86,7 +86,8 @@ def newton_schulz_flops(
 
 def _normalise(x: Tensor, eps: float) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    peak = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
+    # vector_norm(x, inf) does the same 15 times slower on a CPU (torch 2.13)
+    peak = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True))
     peak = peak.clamp_min(torch.finfo(x.dtype).tiny)
     x = x / peak
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
