@@ -29,8 +29,8 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return a size in bytes.
 
     Args:
-        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "500MB" (decimal), "64M" (binary).
-        name: what the size is for, named in the error.
+        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "500MB" (decimal), "64M"
+        (binary). name: what the size is for, named in the error.
 
     Raises:
         ConfigError: not a size, negative, or not a whole number of bytes.
@@ -39,7 +39,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         raise ConfigError(f'{name}={size!r} is not a size; give bytes or a text such as "64MiB"')
     if isinstance(size, int):
         if size < 0:
-            raise ConfigError(f"{name}={size} is negative; give bytes or a text such as \"64MiB\"")
+            raise ConfigError(f'{name}={size} is negative; give bytes or a text such as "64MiB"')
         return size
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2].upper()) if match else None
