@@ -51,7 +51,7 @@ def seconds(run: Callable[[], object], times: int) -> float:
 
 
 def alternate(runs: list[Callable[[], object]], rounds: int) -> list[tuple[float, float]]:
-    """Measure each in turn; return of each the median seconds and its speed over the first one's."""
+    """Measure each in turn; return median seconds and speed over the first one's."""
     times = [max(1, round(LEAST_S / seconds(run, 1))) for run in runs]
     taken = [[seconds(run, n) for run, n in zip(runs, times, strict=True)] for _ in range(rounds)]
     return [

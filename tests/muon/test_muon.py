@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optstream.errors import ConfigError
 from optstream.muon import COEFFICIENTS, Muon, muon_flops, newton_schulz_flops
@@ -456,3 +457,30 @@ def test_flops_count_every_block() -> None:
     assert muon_flops((3, 8, 16), group) == 6 * one
     square = Muon([parameter(8, 8)], ns_dtype="bfloat16").param_groups[0]
     assert muon_flops((8, 8), square) == 5 * 6 * 8**3
+
+
+class LargestTemporary(TorchDispatchMode):
+    """Notes the largest new tensor, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        known = [a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)]
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"cautious_weight_decay": True, "nesterov": False}])
+@pytest.mark.parametrize("split", [("stack",), ("stack", ("equal", 2))])
+def test_temporaries_are_those_of_one_block(split: Any, options: Any) -> None:
+    param = parameter(16, 8, 20)
+    param.grad = randn(16, 8, 20)
+    optimizer = Muon([param], split=split, weight_decay=0.1, **options)
+    optimizer.step()  # makes the state
+    with LargestTemporary() as largest:
+        optimizer.step()
+    assert largest.numel == (160 if split == ("stack",) else 80)

@@ -148,11 +148,10 @@ def _warn_fused(rows: list[tuple[Role, dict[str, Any] | None]]) -> None:
     ]
     if names:
         _log.warning(
-            "%d parameters look like several matrices in one, but their layout is not known, so "
-            "each is orthogonalised as a whole: %s%s; give a split in overrides",
-            len(names),
-            ", ".join(names[:3]),
-            ", ..." if len(names) > 3 else "",
+            "%s%s: by name several matrices in one, but in an unknown layout, so it is updated as "
+            "one matrix; give its split in overrides",
+            names[0],
+            f" and {len(names) - 1} more" if len(names) > 1 else "",
         )
 
 

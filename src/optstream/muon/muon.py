@@ -114,6 +114,10 @@ class Muon(Optimizer):
             options.pop(name)
         super().__init__(params, options)
 
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        """Tell `offload` which groups it may cut into flat slices: AdamW's."""
+        return not group["use_muon"]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not param_group.get("use_muon", self.defaults["use_muon"]):
             param_group.setdefault("lr", self.defaults["adamw_lr"])
@@ -287,7 +291,8 @@ def _ns_dtype(group: dict[str, Any], matrices: Tensor) -> torch.dtype:
 def _batches(block: Tensor) -> list[Tensor]:
     """Cut (n, k, ...) into pieces that are worth one batched product and bounded in memory."""
     k, matrix = block.shape[1], block.shape[2:]
-    limit = 1 if block.device.type == "cpu" else max(1, _BATCH_BYTES // (4 * math.prod(matrix)))
+    on_cpu = block.device.type in ("cpu", "meta")
+    limit = 1 if on_cpu else max(1, _BATCH_BYTES // (4 * math.prod(matrix)))
     wide = min(k, limit)
     return [
         piece
