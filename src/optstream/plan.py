@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import torch
@@ -60,6 +61,17 @@ class StateTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Temporaries(Enum):
+    """What one call of an optimizer's step allocates besides state."""
+
+    NONE = "none"
+    """Fused kernels: nothing."""
+    ONE = "one"
+    """A loop over parameters: what one of them needs, so that small tiles make it small."""
+    BATCHED = "batched"
+    """foreach: what all parameters of the call need."""
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """What the plan needs to know of a parameter.
@@ -70,7 +82,7 @@ class ParamSpec:
         shape, dtype, device: of the parameter itself.
         states: its streamed tensors.
         elementwise: flat slices of it may be updated by themselves.
-        batched: the rule makes temporaries for all parameters of a call at once (foreach).
+        temporaries: which temporaries of an update live at the same time.
         first_bytes: peak of what the first update allocates, the new state included.
         temporary_bytes: peak of what any later update allocates.
     """
@@ -83,7 +95,7 @@ class ParamSpec:
     device: str
     states: tuple[StateTensor, ...]
     elementwise: bool
-    batched: bool = False
+    temporaries: Temporaries = Temporaries.ONE
     first_bytes: int = 0
     temporary_bytes: int = 0
 
@@ -98,6 +110,12 @@ class ParamSpec:
     @property
     def state_bytes(self) -> int:
         return sum(state.num_bytes for state in self.states)
+
+    @property
+    def max_tile(self) -> int:
+        """Elements of it that are updated at once: tiles only help rules that go one by one."""
+        tiled = self.elementwise and self.temporaries is Temporaries.ONE
+        return MAX_TILE if tiled else self.numel
 
 
 @dataclass(frozen=True)
@@ -131,14 +149,6 @@ class Piece:
     @property
     def numel(self) -> int:
         return self.stop - self.start
-
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) within the piece, of what is updated at once."""
-        if self.whole:
-            yield 0, self.numel
-            return
-        for start in range(0, self.numel, MAX_TILE):
-            yield start, min(start + MAX_TILE, self.numel)
 
 
 @dataclass(frozen=True)
@@ -244,13 +254,13 @@ class Plan:
         batched = sequential = first = 0
         for piece in window.pieces:
             spec = self.params[piece.param]
-            tile = (piece.numel if piece.whole else min(piece.numel, MAX_TILE)) / max(1, spec.numel)
-            share = piece.numel / max(1, spec.numel)
-            if spec.batched:
-                batched += math.ceil(spec.temporary_bytes * share)
+            share = min(piece.numel, spec.max_tile) / max(1, spec.numel)
+            temporary = math.ceil(spec.temporary_bytes * share)
+            if spec.temporaries is Temporaries.BATCHED:
+                batched += temporary
             else:
-                sequential = max(sequential, math.ceil(spec.temporary_bytes * tile))
-            first = max(first, math.ceil(spec.first_bytes * tile))
+                sequential = max(sequential, temporary)
+            first = max(first, math.ceil(spec.first_bytes * share))
         return max(batched + sequential, first)
 
 

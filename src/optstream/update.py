@@ -169,12 +169,13 @@ class Updater:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(scratch)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
             grad = wide.copy_(grad)
-        for start, stop in piece.tiles():
-            if piece.whole:
-                yield self._job(spec, piece, 0, target, grad, views)
-            else:
-                tile = {key: view[start:stop] for key, view in views.items()}
-                yield self._job(spec, piece, start, target[start:stop], grad[start:stop], tile)
+        if piece.numel <= spec.max_tile:
+            yield self._job(spec, piece, 0, target, grad, views)
+            return
+        for start in range(0, piece.numel, spec.max_tile):
+            tile = slice(start, start + spec.max_tile)
+            of_tile = {key: view[tile] for key, view in views.items()}
+            yield self._job(spec, piece, start, target[tile], grad[tile], of_tile)
 
     def _job(
         self,
