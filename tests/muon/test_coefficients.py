@@ -35,7 +35,7 @@ def test_polar_express_is_the_greedy_minimax_composition() -> None:
         a, b, c = minimax_quintic(max(low, 0.02407327424182761 * high), high)
         ends = [a * x + b * x**3 + c * x**5 for x in (low, high)]
         centred = [2 / sum(ends) * value for value in (a, b, c)]
-        assert centred == pytest.approx(published, rel=1e-7)
+        assert centred == pytest.approx(published, rel=1e-10)
         low = 2 / sum(ends) * ends[0]
         high = 2 - low
     assert COEFFICIENTS["polar_express_exact"][7] == (15 / 8, -10 / 8, 3 / 8)

@@ -189,6 +189,7 @@ def test_plain_torch_modules() -> None:
             self.up = nn.ConvTranspose2d(4, 4, 2)
             self.scale = nn.Parameter(torch.ones(4, 32))
             self.norm = nn.GroupNorm(4, 32)
+            self.mixer = nn.ModuleDict({"output": nn.Linear(32, 32)})  # hidden, by its place
             self.output = nn.Linear(32, 96)
 
     names = muon_names(Model(), convolutions=True)
@@ -201,6 +202,7 @@ def test_plain_torch_modules() -> None:
         "cross.k_proj_weight": (None, False),
         "cross.v_proj_weight": (None, False),
         "cross.out_proj.weight": (None, False),
+        "mixer.output.weight": (None, False),
     }
 
 
