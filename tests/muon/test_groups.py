@@ -113,6 +113,13 @@ def test_gpt_oss_experts_are_transposed_and_interleaved() -> None:
     layer = "model.layers.0.mlp.experts."
     assert names[layer + "gate_up_proj"] == (("stack", ("grouped", 48, (1, 1))), True)
     assert names[layer + "down_proj"] == (("stack",), True)
+    decayed = [
+        name
+        for group in muon_groups(build("gpt_oss"), adamw_weight_decay=0.1)
+        if group["weight_decay"]
+        for name in group["param_names"]
+    ]
+    assert decayed == ["model.embed_tokens.weight", "lm_head.weight"]  # not the 2-D expert biases
 
 
 def test_llama4_experts_are_known_to_be_transposed() -> None:

@@ -459,6 +459,35 @@ def test_flops_count_every_block() -> None:
     assert muon_flops((8, 8), square) == 5 * 6 * 8**3
 
 
+@pytest.mark.parametrize("limit", [2, 3, 5, 100])
+@pytest.mark.parametrize("split", [("stack",), ("stack", ("equal", 4))])
+def test_batches_of_an_accelerator_cover_every_matrix_once(
+    split: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, batched = parameter(5, 8, 6), parameter(5, 8, 6)
+    train(Muon([alone], split=split, weight_decay=0.1))
+    monkeypatch.setattr("optstream.muon.muon._batch_limit", lambda block: limit)
+    train(Muon([batched], split=split, weight_decay=0.1))
+    torch.testing.assert_close(batched, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_in_bfloat16() -> None:
+    shapes = [(64, 64), (32, 96), (64, 64)]
+    together, apart = (
+        [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes] for _ in range(2)
+    )
+    for index, (a, b) in enumerate(zip(together, apart, strict=True)):
+        a.grad = randn(*a.shape, seed=index).cuda()
+        b.grad = a.grad.clone()
+        Muon([b], lr=1.0).step()
+    Muon(together, lr=1.0).step()
+    for a, b in zip(together, apart, strict=True):
+        assert torch.equal(a, b)
+        assert 0.5 < torch.linalg.svdvals(a.detach().double()).max() < 1.3
+
+
 class LargestTemporary(TorchDispatchMode):
     """Notes the largest new tensor, in elements."""
 

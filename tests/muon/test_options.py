@@ -21,6 +21,7 @@ def matrix() -> nn.Parameter:
     [
         ("lr", -0.1, ">= 0"),
         ("lr", float("nan"), ">= 0"),
+        ("lr", float("inf"), ">= 0"),
         ("lr", torch.ones(2), "one element"),
         ("lr", "fast", "number"),
         ("momentum", 1.0, r"\[0, 1\)"),

@@ -290,12 +290,16 @@ def _ns_dtype(group: dict[str, Any], matrices: Tensor) -> torch.dtype:
 
 def _batches(block: Tensor) -> list[Tensor]:
     """Cut (n, k, ...) into pieces that are worth one batched product and bounded in memory."""
-    k, matrix = block.shape[1], block.shape[2:]
-    on_cpu = block.device.type in ("cpu", "meta")
-    limit = 1 if on_cpu else max(1, _BATCH_BYTES // (4 * math.prod(matrix)))
+    k, limit = block.shape[1], _batch_limit(block)
     wide = min(k, limit)
     return [
         piece
         for stack in torch.split(block, max(1, limit // k) if wide == k else 1, 0)
         for piece in torch.split(stack, wide, 1)
     ]
+
+
+def _batch_limit(block: Tensor) -> int:
+    if block.device.type in ("cpu", "meta"):
+        return 1
+    return max(1, _BATCH_BYTES // (4 * math.prod(block.shape[2:])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _number(
         if value.numel() != 1:
             raise _refused(option, value, allowed)
         return
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     fits = fits and (low is None or value >= low) and (above is None or value > above)
     if not (fits and (below is None or value < below)):
         raise _refused(option, value, allowed)
