@@ -457,6 +457,7 @@ def test_flops_count_every_block() -> None:
     assert muon_flops((3, 8, 16), group) == 6 * one
     square = Muon([parameter(8, 8)], ns_dtype="bfloat16").param_groups[0]
     assert muon_flops((8, 8), square) == 5 * 6 * 8**3
+    assert muon_flops((8, 8), {**square, "use_muon": False}) == 0
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5, 100])
@@ -466,7 +467,7 @@ def test_batches_of_an_accelerator_cover_every_matrix_once(
 ) -> None:
     alone, batched = parameter(5, 8, 6), parameter(5, 8, 6)
     train(Muon([alone], split=split, weight_decay=0.1))
-    monkeypatch.setattr("optstream.muon.muon._batch_limit", lambda block: limit)
+    monkeypatch.setattr("optstream.muon.update._batch_limit", lambda block: limit)
     train(Muon([batched], split=split, weight_decay=0.1))
     torch.testing.assert_close(batched, alone, rtol=1e-5, atol=1e-6)
 
