@@ -1,6 +1,6 @@
 """Newton-Schulz and Muon's step against this machine's own matrix product and torch.optim.Muon.
 
-    python benchmarks/newton_schulz.py                 # both tables, about 2 minutes
+    python benchmarks/newton_schulz.py                 # both tables, 2 to 4 minutes
     python benchmarks/newton_schulz.py --threads 1 --no-emulation
 
 Every figure is a median of rounds in which the compared things alternate, A B A B; a ratio is the
