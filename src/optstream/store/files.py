@@ -124,8 +124,7 @@ class Drive:
             except WindowWriteError as error:
                 if error.errno != EINVAL or not live.direct:
                     raise
-                self._use_page_cache("the filesystem refuses O_DIRECT")
-                live.use_page_cache()
+                self._use_page_cache("the filesystem refuses O_DIRECT", live)
                 self._fill(live, file)
         except BaseException:
             live.remove()
@@ -169,13 +168,17 @@ class Drive:
                 continue
             name = str(path or f"{self.directory} (nameless file of window {window})")
             live = LiveFile(fd, path, name, header_bytes, self._direct)
-            align_bytes = linux.direct_align_bytes(fd)
-            if self._direct and align_bytes is not None and not 0 < align_bytes <= PAGE_BYTES:
-                self._use_page_cache(f"direct I/O there needs an alignment of {align_bytes} bytes")
-                live.use_page_cache()
+            self._check_alignment(live)
             if self._copies_on_write:
                 linux.overwrite_in_place(fd)
             return live
+
+    def _check_alignment(self, live: LiveFile) -> None:
+        align_bytes = linux.direct_align_bytes(live.fd) if live.direct else None
+        if align_bytes == 0:
+            self._use_page_cache("the filesystem does no direct I/O", live)
+        elif align_bytes is not None and align_bytes > PAGE_BYTES:
+            self._use_page_cache(f"direct I/O needs an alignment of {align_bytes} bytes", live)
 
     def _fill(self, live: LiveFile, file: WindowFile) -> None:
         self._reserve(live, file.file_bytes)
@@ -201,8 +204,10 @@ class Drive:
         )
         self._claim = Claim(self.directory)
 
-    def _use_page_cache(self, cause: str) -> None:
+    def _use_page_cache(self, cause: str, live: LiveFile | None = None) -> None:
         self._direct = False
+        if live is not None:
+            live.use_page_cache()
         self._warn(f"{cause}; buffered transfers are used, which are slower")
 
     def _warn(self, text: str) -> None:
