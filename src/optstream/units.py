@@ -39,7 +39,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         raise ConfigError(f'{name}={size!r} is not a size; give bytes or a text such as "64MiB"')
     if isinstance(size, int):
         if size < 0:
-            raise ConfigError(f"{name}={size} is negative; give bytes or a text such as \"64MiB\"")
+            raise ConfigError(f'{name}={size} is negative; give bytes or a text such as "64MiB"')
         return size
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2].upper()) if match else None
