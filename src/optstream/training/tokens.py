@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,9 +61,10 @@ class TokenData:
         A function of its arguments alone, so a run that starts at step k sees the batches that
         the uninterrupted run sees.
         """
-        generator = torch.Generator().manual_seed(seed * 2**32 + step)
-        last_start = len(self.train) - seq_len
-        starts = torch.randint(0, last_start, (batch_size,), generator=generator)
+        # not torch.Generator: on the CPU it looks at 32 bits of its seed
+        generator = random.Random(f"batch {seed} {step}")
+        num_starts = len(self.train) - seq_len
+        starts = [generator.randrange(num_starts) for _ in range(batch_size)]
         return _crops(self.train, starts, seq_len)
 
     def held_out_batches(
@@ -71,9 +73,9 @@ class TokenData:
         """Yield evenly spaced crops, int64 [<= batch_size, seq_len + 1], of about `num_tokens`."""
         available = (len(self.held_out) - 1) // seq_len
         num_crops = min(available, max(1, num_tokens // seq_len))
-        starts = torch.arange(num_crops) * available // num_crops * seq_len
-        for chunk in torch.split(starts, batch_size):
-            yield _crops(self.held_out, chunk, seq_len)
+        starts = [i * available // num_crops * seq_len for i in range(num_crops)]
+        for first in range(0, num_crops, batch_size):
+            yield _crops(self.held_out, starts[first : first + batch_size], seq_len)
 
 
 def tokenize(corpus: Corpus, encode: Encode, *, seq_len: int) -> TokenData:
@@ -92,8 +94,8 @@ def tokenize(corpus: Corpus, encode: Encode, *, seq_len: int) -> TokenData:
     return data
 
 
-def _crops(tokens: torch.Tensor, starts: torch.Tensor, seq_len: int) -> torch.Tensor:
-    return torch.stack([tokens[s : s + seq_len + 1] for s in starts.tolist()]).long()
+def _crops(tokens: torch.Tensor, starts: Sequence[int], seq_len: int) -> torch.Tensor:
+    return torch.stack([tokens[start : start + seq_len + 1] for start in starts]).long()
 
 
 def _concatenate(ids: list[list[int]]) -> torch.Tensor:
