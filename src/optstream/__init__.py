@@ -1,3 +1,10 @@
 """Keep a torch optimizer's state in files on a drive and stream it through a few buffers."""
 
+from optstream.errors import OffloadError
+from optstream.optimizer import StreamedOptimizer, offload
+from optstream.plan import Plan
+from optstream.report import StepReport
+
 __version__ = "0.1.0.dev0"
+
+__all__ = ["OffloadError", "Plan", "StepReport", "StreamedOptimizer", "offload"]

@@ -36,9 +36,16 @@ class ClosedError(OffloadError, RuntimeError):
 class StoreError(OffloadError, OSError):
     """A directory or drive that cannot hold the state; `errno` is set where the kernel gave one."""
 
+    def __str__(self) -> str:
+        return str(self.strerror or super().__str__())
+
 
 class OutOfSpaceError(StoreError):
     """The drive has fewer free bytes than the state needs."""
+
+
+class FormatError(OffloadError, ValueError):
+    """A window file that is malformed or not ours; the message names file and fault."""
 
 
 class WindowIOError(StoreError):
@@ -49,6 +56,7 @@ class WindowIOError(StoreError):
         offset: position in the file, bytes.
         num_bytes: bytes that were asked for and not transferred.
         errno: the kernel's error number.
+        progress: how far the step came, once known.
     """
 
     verb = "transfer"
@@ -66,9 +74,10 @@ class WindowIOError(StoreError):
         )
         super().__init__(errno, text)
         self.filename = filename
+        self.progress = ""
 
     def __str__(self) -> str:
-        return str(self.strerror)
+        return f"{self.strerror}; {self.progress}" if self.progress else str(self.strerror)
 
 
 class WindowReadError(WindowIOError):
@@ -81,4 +90,4 @@ class WindowWriteError(WindowIOError):
     """A window could not be written; its newest bytes are still in memory."""
 
     verb = "write"
-    advice = "the window is kept in memory: free space or mend the drive, then call step() again"
+    advice = "its newest state is kept in memory: free space or mend the drive"

@@ -1,0 +1,282 @@
+"""What state an optimizer will keep for a parameter, found without allocating it.
+
+The optimizer's own step runs on parameters of the meta device, twice: what it leaves in `state` is the
+layout, what it allocates on the way is the cost. Optimizers whose kernels know no meta device are tried
+again with torch's FakeTensorMode, which is heavier to import (68 MB) and therefore second.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optstream.errors import UnsupportedOptimizerError
+from optstream.plan import StateTensor
+
+ItemValue = bool | int | float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one parameter, as the optimizer sees it, needs.
+
+    Attributes:
+        tensors: what goes into windows, in the optimizer's own order.
+        batched: temporaries of all parameters in one call live at the same time.
+        first_bytes: peak of allocations in the first update, the new state included.
+        temporary_bytes: peak of allocations in a later update.
+        advances_group: the step changes the group's own values (a counter), not only the state.
+    """
+
+    tensors: tuple[StateTensor, ...]
+    batched: bool
+    first_bytes: int
+    temporary_bytes: int
+    advances_group: bool
+
+
+def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the optimizer's step without hooks: those run once a step, on the wrapper."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return lambda: step(optimizer)
+
+
+def is_streamed(value: object) -> bool:
+    """Tell whether a state value goes into a window: tensors do, but for 0-dim ones (counters)."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def find_layout(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    state: Mapping[str, Any],
+) -> Layout:
+    """Find what `optimizer` keeps for a parameter of this shape, stride (elements) and dtype.
+
+    Args:
+        group: its param_group; only the hyperparameters are used.
+        state: what is already there for it (a counter of 1000 may switch a rule); not changed.
+
+    Raises:
+        UnsupportedOptimizerError: the rule needs values, not shapes, or keeps tensors inside containers.
+    """
+    probe = _Probe(optimizer, group, shape, stride, dtype, state)
+    try:
+        with _ItemAnswer():
+            return probe.run("meta")
+    except UnsupportedOptimizerError:
+        raise
+    except Exception as meta_error:
+        try:
+            return _run_fake(probe)
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} cannot be offloaded: what it keeps for a parameter of shape "
+                f"{tuple(shape)} cannot be found without running it ({error or meta_error!r}); "
+                "use it without offload"
+            ) from error
+
+
+def _run_fake(probe: _Probe) -> Layout:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), _ItemAnswer():
+        return probe.run("cpu")
+
+
+class _Probe:
+    """Two steps of a copy of the optimizer, on tensors without data."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        state: Mapping[str, Any],
+    ) -> None:
+        self.optimizer = optimizer
+        self.group = hyperparameters(group)
+        self.shape, self.stride, self.dtype = tuple(shape), tuple(stride), dtype
+        self.state = state
+
+    def run(self, device: str) -> Layout:
+        # fused kernels exist only for real devices; the state they keep is that of the plain rule
+        fused = device == "meta" and self.group.get("fused")
+        group = {**self.group, "fused": None, "foreach": False} if fused else dict(self.group)
+        shell, first, later = self._two_steps(group, device, 1)
+        _, _, later_of_four = self._two_steps(group, device, 4)
+        kept = shell.state[shell.groups[0]["params"][0]]
+        tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
+        # a loop may still hold one parameter's temporaries while it makes the next one's: at most twice
+        batched = later_of_four > 3 * later
+        advances = bool(changed_values(group, shell.groups[0]))
+        return Layout(tensors, batched, first, later if batched else later_of_four, advances)
+
+    def _two_steps(self, group: dict[str, Any], device: str, count: int) -> tuple[Shell, int, int]:
+        params = [self._param(device) for _ in range(count)]
+        shell = Shell(self.optimizer, [{**group, "params": params}])
+        for param in params:
+            shell.state[param].update(self._state(device))
+        peaks = []
+        for _ in range(2):
+            with torch.no_grad(), _AllocationPeak() as peak:
+                shell.step()
+            peaks.append(peak.peak_bytes)
+        return shell, peaks[0], peaks[1]
+
+    def _param(self, device: str) -> torch.nn.Parameter:
+        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        param = torch.nn.Parameter(data)
+        param.grad = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return param
+
+    def _state(self, device: str) -> dict[str, Any]:
+        return {
+            key: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            if is_streamed(value)
+            else copy.deepcopy(value)
+            for key, value in self.state.items()
+        }
+
+
+class Shell:
+    """A shallow copy of an optimizer with groups and state of its own."""
+
+    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        self.groups = groups
+        self.optimizer = copy.copy(optimizer)
+        # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
+        self.optimizer.__dict__.update(optimizer.__dict__)
+        self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self.optimizer.state = self.state  # type: ignore[assignment]
+        self.optimizer.param_groups = groups
+
+    def step(self) -> None:
+        raw_step(self.optimizer)()
+
+
+def advance_group(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a group after a step in which none of its parameters has a gradient."""
+    param = torch.nn.Parameter(torch.empty(1, device="meta"))
+    shell = Shell(optimizer, [{**group, "params": [param]}])
+    with torch.no_grad():
+        shell.step()
+    return hyperparameters(shell.groups[0])
+
+
+def _state_tensors(state: Mapping[str, Any], optimizer: str) -> Iterator[StateTensor]:
+    for key, value in state.items():
+        if is_streamed(value):
+            yield StateTensor(key, tuple(value.shape), tuple(value.stride()), value.dtype)
+        elif not isinstance(value, Tensor) and any(map(is_streamed, _leaves(value))):
+            raise UnsupportedOptimizerError(
+                f"{optimizer} cannot be offloaded: its state {key!r} keeps tensors inside a "
+                f"{type(value).__name__}; use it without offload"
+            )
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param_group without its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that a step added to its group or changed in it."""
+    return {
+        key: value
+        for key, value in hyperparameters(after).items()
+        if key not in before or not _equal(before[key], value)
+    }
+
+
+def _equal(left: object, right: object) -> bool:
+    return left is right or bool(left == right)
+
+
+class _ItemAnswer(TorchDispatchMode):
+    """Answer `.item()` of a tensor without data; 0.5, since 1.0 divides by zero in NAdam."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and _has_no_data(args[0]):
+            return _item(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor"
+
+
+def _item(dtype: torch.dtype) -> ItemValue:
+    if dtype == torch.bool:
+        return True
+    return 0.5 if dtype.is_floating_point else 1
+
+
+class _AllocationPeak(TorchDispatchMode):
+    """Count the bytes of storages that come and go; `peak_bytes` is the most alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._tensors: dict[int, int] = defaultdict(int)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage_id(leaf) for leaf in _leaves([args, kwargs]) if isinstance(leaf, Tensor)}
+        result = func(*args, **kwargs)
+        for leaf in _leaves(result):
+            if isinstance(leaf, Tensor):
+                self._track(leaf, given)
+        return result
+
+    def _track(self, tensor: Tensor, given: set[int]) -> None:
+        storage = _storage_id(tensor)
+        if storage in given and storage not in self._tensors:
+            return
+        num_bytes = tensor.untyped_storage().nbytes()
+        if self._tensors[storage] == 0:
+            self._live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._tensors[storage] += 1
+        weakref.finalize(tensor, self._release, storage, num_bytes)
+
+    def _release(self, storage: int, num_bytes: int) -> None:
+        self._tensors[storage] -= 1
+        if self._tensors[storage] == 0:
+            self._live_bytes -= num_bytes
+            del self._tensors[storage]
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

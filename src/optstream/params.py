@@ -1,0 +1,207 @@
+"""The parameters of an optimizer: what the plan is told of them, and which tensors they are today.
+
+Parameters are bound late, at every step: frameworks swap them or move their storage after wrapping. A
+change is followed when the stored state still fits and is an error when it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
+from optstream.layout import Layout, find_layout, is_streamed
+from optstream.plan import MASTER, ParamSpec, StateTensor
+from optstream.rule import is_elementwise
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+Groups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A parameter that has a gradient in this step."""
+
+    param: Tensor
+    grad: Tensor
+
+
+def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
+    """Return the name of each parameter by `id`: the model's FQN, the group's own, or its position.
+
+    Raises:
+        ConfigError: two parameters have one name.
+    """
+    of_model = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+    names: dict[int, str] = {}
+    for g, group in enumerate(groups):
+        own = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
+        for param, name in zip(group["params"], own, strict=True):
+            names[id(param)] = of_model.get(id(param), name)
+    seen: set[str] = set()
+    for name in names.values():
+        if name in seen:
+            raise ConfigError(f"two parameters are named {name!r}; give every parameter its own name")
+        seen.add(name)
+    return names
+
+
+class Describer:
+    """Makes ParamSpecs; equal parameters of a group are looked into once."""
+
+    def __init__(self, optimizer: Optimizer, master_weights: bool) -> None:
+        self._optimizer = optimizer
+        self._master_weights = master_weights
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+
+    def describe(self, name: str, group: int, position: int) -> ParamSpec:
+        """Return what the plan needs to know of `param_groups[group]["params"][position]`.
+
+        Raises:
+            UnsupportedOptimizerError: a complex or sparse form that the rule cannot take, or a DTensor.
+        """
+        values = self._optimizer.param_groups[group]
+        param = values["params"][position]
+        check_plain(name, param)
+        has_master = self._master_weights and param.dtype in LOW_PRECISION
+        dtype = torch.float32 if has_master else param.dtype
+        stride = torch.empty_like(param, device="meta").stride()
+        layout = self._layout(group, tuple(param.shape), stride, dtype, param)
+        states = layout.tensors
+        if has_master:
+            states = (StateTensor(MASTER, tuple(param.shape), stride, dtype), *states)
+        return ParamSpec(
+            name=name,
+            group=group,
+            position=position,
+            shape=tuple(param.shape),
+            dtype=param.dtype,
+            device=str(param.device),
+            states=states,
+            elementwise=self._can_slice(values, param, dtype, states),
+            batched=layout.batched,
+            first_bytes=layout.first_bytes,
+            temporary_bytes=layout.temporary_bytes,
+        )
+
+    def advances_group(self, group: int) -> bool:
+        """Tell whether a step changes the group's own values."""
+        return any(key[0] == group and layout.advances_group for key, layout in self._layouts.items())
+
+    def _layout(
+        self,
+        group: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        param: Tensor,
+    ) -> Layout:
+        state = self._optimizer.state.get(param, {})
+        key = (group, shape, stride, dtype, tuple(state))
+        if key not in self._layouts:
+            values = self._optimizer.param_groups[group]
+            self._layouts[key] = find_layout(self._optimizer, values, shape, stride, dtype, state)
+        return self._layouts[key]
+
+    def _can_slice(
+        self,
+        group: Mapping[str, Any],
+        param: Tensor,
+        dtype: torch.dtype,
+        states: Sequence[StateTensor],
+    ) -> bool:
+        # kernels on bfloat16 and float16 round differently in a vector's tail, so that a slice is not
+        # bit-equal to the whole (SGD, RMSprop, ASGD); with masters they never see those types
+        return (
+            param.dim() > 0
+            and param.is_contiguous()
+            and dtype not in LOW_PRECISION
+            and all(state.shape == tuple(param.shape) for state in states)
+            and is_elementwise(self._optimizer, group)
+        )
+
+
+def check_plain(name: str, param: Tensor) -> None:
+    """Refuse what is no plain dense tensor; the message names the parameter."""
+    if hasattr(param, "_local_tensor"):
+        raise UnsupportedOptimizerError(
+            f"{name} is a DTensor (FSDP2, tensor parallel), which offload cannot stream yet; "
+            "use it without offload"
+        )
+    if param.layout != torch.strided or param.is_quantized:
+        raise UnsupportedOptimizerError(
+            f"{name} has layout {param.layout}, offload streams dense parameters only; "
+            "use it without offload"
+        )
+
+
+def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
+    """Find today's tensor and gradient of every planned parameter that has a gradient.
+
+    Raises:
+        ModelChangedError: a parameter is gone, or has another shape or dtype than its state was made for.
+        UnsupportedOptimizerError: a sparse gradient.
+    """
+    bound = {}
+    for index, spec in enumerate(specs):
+        params = groups[spec.group]["params"] if spec.group < len(groups) else []
+        if spec.position >= len(params):
+            raise ModelChangedError(
+                f"{spec.name} was parameter {spec.position} of group {spec.group}, which now has "
+                f"{len(params)} parameters; wrap the optimizer after the model is complete"
+            )
+        param = params[spec.position]
+        if param.grad is not None:
+            _check_same(spec, param)
+            bound[index] = Bound(param, _dense_grad(spec, param.grad))
+    return bound
+
+
+def _check_same(spec: ParamSpec, param: Tensor) -> None:
+    if tuple(param.shape) != spec.shape or param.dtype != spec.dtype:
+        raise ModelChangedError(
+            f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
+            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its final shape and dtype"
+        )
+
+
+def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise UnsupportedOptimizerError(
+            f"the gradient of {spec.name} is sparse ({grad.layout}), offload streams dense gradients "
+            "only; use sparse=False in the embedding"
+        )
+    return grad
+
+
+def unplanned(specs: Sequence[ParamSpec], groups: Groups) -> Iterator[tuple[int, int]]:
+    """Yield (group, position) of parameters that need state and have no place in the plan.
+
+    Frozen parameters have none until they get a gradient.
+    """
+    planned = {(spec.group, spec.position) for spec in specs}
+    for g, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            if (g, i) not in planned and (param.requires_grad or param.grad is not None):
+                yield g, i
+
+
+def has_existing_state(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer kept anything already (steps taken, Adagrad's start value)."""
+    return any(state for state in optimizer.state.values())
+
+
+def existing_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of tensors the optimizer holds in memory now."""
+    return sum(
+        math.prod(value.shape) * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if is_streamed(value)
+    )

@@ -1,0 +1,119 @@
+"""What a step really did: the StepReport, one log line, one JSON line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from optstream.errors import ConfigError
+from optstream.memory import read_memory
+from optstream.units import format_bytes
+
+log = logging.getLogger("optstream")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Measured figures of one step.
+
+    Bytes count when their transfer is through: the last writes of a step drain behind the next forward and
+    count in the next step's report, so the sum over steps is exact and a single report may differ from
+    `plan` by the windows in flight.
+
+    Attributes:
+        step: 1 for the first step after wrapping.
+        rank: of this process.
+        num_windows: windows updated; those without gradients are not.
+        read_bytes, written_bytes: moved from and to the drive since the last report.
+        read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a write.
+        update_s: time in the optimizer's own step, casts and copies to the parameters (host side).
+        total_s: time in `step()`.
+        anon_bytes, file_bytes: of this process, at the end of the step.
+        limit_bytes: the smallest memory limit of its cgroups; None without one.
+    """
+
+    step: int
+    rank: int
+    num_windows: int
+    read_bytes: int
+    written_bytes: int
+    read_wait_s: float
+    write_wait_s: float
+    update_s: float
+    total_s: float
+    anon_bytes: int
+    file_bytes: int
+    limit_bytes: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: {self.num_windows} windows, read {format_bytes(self.read_bytes)}, "
+            f"written {format_bytes(self.written_bytes)}, {self.total_s:.3f} s "
+            f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
+            f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
+        )
+
+
+class Reporter:
+    """Makes the reports of one optimizer; counts from one step's end to the next's."""
+
+    def __init__(self, name: str, rank: int, metrics: str | os.PathLike[str] | None) -> None:
+        """Open the JSONL file, if any, for appending.
+
+        Args:
+            name: of the wrapped optimizer's class, for the log line.
+
+        Raises:
+            ConfigError: the file cannot be opened.
+        """
+        self._name = name
+        self._rank = rank
+        self._steps = 0
+        self._totals: dict[str, float] = {}
+        self._file: IO[str] | None = None
+        if metrics is not None:
+            try:
+                self._file = Path(metrics).open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write metrics to {os.fspath(metrics)}: {error.strerror}; "
+                    "give a file in an existing, writable folder"
+                ) from error
+
+    @property
+    def next_step(self) -> int:
+        return self._steps + 1
+
+    def report(self, num_windows: int, totals: Mapping[str, float]) -> StepReport:
+        """Return the report of a step that just ended, and log it.
+
+        Args:
+            totals: running totals of the StepReport fields that are counted.
+        """
+        self._steps += 1
+        memory = read_memory()
+        counted = {key: value - self._totals.get(key, 0) for key, value in totals.items()}
+        self._totals = dict(totals)
+        report = StepReport(
+            step=self._steps,
+            rank=self._rank,
+            num_windows=num_windows,
+            anon_bytes=memory.anon_bytes,
+            file_bytes=memory.file_bytes,
+            limit_bytes=memory.limit_bytes,
+            **counted,  # type: ignore[arg-type]
+        )
+        log.info("%s on rank %d, %s", self._name, self._rank, report)
+        if self._file is not None:
+            print(json.dumps(dataclasses.asdict(report)), file=self._file, flush=True)
+        return report
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

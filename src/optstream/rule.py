@@ -1,0 +1,142 @@
+"""What we know of an optimizer's rule: whether it can be streamed, and whether it can be sliced.
+
+Streaming updates parameters apart from each other, so the rule must not look from one parameter at
+another. torch's own optimizers are known; any other is tried on a few small parameters, together and
+apart, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optstream.errors import UnsupportedOptimizerError
+from optstream.layout import Shell, hyperparameters
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop")
+_ELEMENTWISE += ("Rprop", "ASGD")
+_PER_PARAMETER = ("Adafactor", "Muon")
+_TRIAL_STEPS = 3
+_TRIAL_EDGE = 8
+
+log = logging.getLogger("optstream")
+
+
+def _torch_classes(names: Sequence[str]) -> frozenset[type]:
+    """Return the classes of these names that the installed torch has."""
+    return frozenset(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+
+
+ELEMENTWISE = _torch_classes(_ELEMENTWISE)
+PER_PARAMETER = _torch_classes(_PER_PARAMETER)
+
+
+def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether the rule may be applied to any flat slice of a parameter of this group.
+
+    A class says so itself with a method `is_elementwise(group) -> bool`; torch's own are known by their
+    exact class (a subclass may do anything). What is not known is taken as whole parameters.
+    """
+    own = getattr(optimizer, "is_elementwise", None)
+    if own is not None:
+        return bool(own(group))
+    return type(optimizer) in ELEMENTWISE
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what cannot be streamed.
+
+    Raises:
+        UnsupportedOptimizerError: not a torch optimizer, needs a closure, wants sparse gradients, or lets
+            one parameter's update depend on another's.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedOptimizerError(
+            f"offload needs a torch.optim.Optimizer, got {name}; wrap the optimizer itself, "
+            "and give its wrapper (scaler, scheduler) the result"
+        )
+    if hasattr(optimizer, "plan") and hasattr(optimizer, "report"):
+        raise UnsupportedOptimizerError(f"this {name} is offloaded already; use it as it is")
+    if _needs_closure(optimizer):
+        raise UnsupportedOptimizerError(
+            f"{name} cannot be offloaded: it evaluates a closure several times a step and its state spans "
+            "all parameters; use it without offload"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedOptimizerError(
+            f"{name} cannot be offloaded: it updates the few rows that a sparse gradient names, while "
+            "streaming moves whole windows; use AdamW with dense gradients"
+        )
+    if type(optimizer) not in ELEMENTWISE | PER_PARAMETER and not hasattr(
+        optimizer, "is_elementwise"
+    ):
+        _check_independence(optimizer)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _check_independence(optimizer: Optimizer) -> None:
+    """Step a few small parameters together and apart; the bits must be the same."""
+    name = type(optimizer).__name__
+    try:
+        with torch.random.fork_rng(devices=[]):
+            together = _trial(optimizer, _small_groups(optimizer), apart=False)
+            apart = _trial(optimizer, _small_groups(optimizer), apart=True)
+    except Exception as error:
+        log.warning(
+            "cannot try %s on small parameters (%r), so it is not known whether one parameter's update "
+            "depends on another's; if it does, results differ from the plain optimizer's",
+            name,
+            error,
+        )
+        return
+    if not all(torch.equal(a, b) for a, b in zip(together, apart, strict=True)):
+        raise UnsupportedOptimizerError(
+            f"{name} cannot be offloaded: one parameter's update depends on other parameters or on random "
+            "numbers (a global norm, a shared step size), and streaming sees a few parameters at a time; "
+            "use it without offload"
+        )
+
+
+def _small_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups with up to two small real parameters each, of the dimensions they really have."""
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for group in optimizer.param_groups:
+        dims = [p.dim() for p in group["params"]] or [2]
+        shapes = [(_TRIAL_EDGE,) * dim for dim in (min(dims), max(dims))]
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        groups.append({**copy.deepcopy(hyperparameters(group)), "params": params})
+    return groups
+
+
+def _trial(optimizer: Optimizer, groups: list[dict[str, Any]], *, apart: bool) -> list[Tensor]:
+    params = [param for group in groups for param in group["params"]]
+    if apart:
+        calls = [
+            [{**copy.deepcopy(hyperparameters(group)), "params": [param]}]
+            for group in groups
+            for param in group["params"]
+        ]
+    else:
+        calls = [groups]
+    shells = [Shell(optimizer, call) for call in calls]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(_TRIAL_STEPS):
+        for index, param in enumerate(params):
+            param.grad = torch.randn(param.shape, generator=generator) * (10.0**index)
+        with torch.no_grad():
+            for shell in shells:
+                shell.step()
+    return [param.detach() for param in params]

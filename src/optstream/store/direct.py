@@ -1,0 +1,130 @@
+"""Windows in files on drives, moved by direct I/O: no page cache is kept. The default store."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+from optstream.errors import ClosedError, ConfigError
+from optstream.store.base import PAGE_BYTES, Store, WindowFile
+from optstream.store.checks import absolute, check_limits, check_space, reserve_refused
+from optstream.store.files import Drive, LiveFile
+
+
+class Direct(Store):
+    """One file a window, striped round-robin over the directories.
+
+    Closing, collecting and a normal exit remove the files. A forked child (a data loader's worker)
+    closes its copies at once, so that it holds neither space nor locks when the parent ends; it
+    cannot use the store. Close only when no transfer is under way.
+    """
+
+    def __init__(self, directories: Sequence[str | os.PathLike[str]]) -> None:
+        """Name the directories; nothing is touched before `reserve`.
+
+        Raises:
+            ConfigError: no directory, one that is no path, or one given twice.
+        """
+        paths = [absolute(directory) for directory in directories]
+        if not paths:
+            raise ConfigError("no directory is given; give at least one on a drive")
+        real = [path.resolve() for path in paths]
+        for path in paths:
+            if real.count(path.resolve()) > 1:
+                raise ConfigError(f"directory {path} is given twice; give each drive once")
+        self._drives = [Drive(path) for path in paths]
+        self._files: list[LiveFile] = []
+        self._data_bytes: list[int] = []
+        self._process = os.getpid()
+        self._release = weakref.finalize(self, _release, self._files, self._drives)
+        _open_stores.add(self)
+
+    def reserve(self, files: Sequence[WindowFile]) -> None:
+        self._check_usable()
+        first = len(self._files)
+        placed = [(self._drives[self.drive(first + i)], file) for i, file in enumerate(files)]
+        try:
+            for drive in self._drives:
+                drive.prepare()
+            check_limits(len(files), max((file.file_bytes for file in files), default=0))
+            check_space([(drive.directory, file.file_bytes) for drive, file in placed])
+            self._create(placed)
+        except BaseException:
+            self._remove_from(first)
+            if first == 0:
+                for drive in self._drives:
+                    drive.undo()
+            raise
+        self._data_bytes += [file.data_bytes for file in files]
+
+    def read(self, window: int, offset: int, buffer: memoryview) -> None:
+        self._file(window, offset, buffer).read(offset, buffer)
+
+    def write(self, window: int, offset: int, buffer: memoryview) -> None:
+        self._file(window, offset, buffer).write(offset, buffer)
+
+    @property
+    def num_drives(self) -> int:
+        return len(self._drives)
+
+    def drive(self, window: int) -> int:
+        return window % len(self._drives)
+
+    def close(self) -> None:
+        self._release()
+
+    def _create(self, placed: Sequence[tuple[Drive, WindowFile]]) -> None:
+        first = len(self._files)
+        for window, (drive, file) in enumerate(placed, first):
+            try:
+                self._files.append(drive.create(window, file))
+            except OSError as error:
+                self._remove_from(
+                    first
+                )  # so that the error tells the space that training would find
+                needed_bytes = sum(other.file_bytes for at, other in placed if at is drive)
+                raise reserve_refused(drive.directory, needed_bytes, error) from error
+
+    def _remove_from(self, first: int) -> None:
+        for file in self._files[first:]:
+            file.remove()
+        del self._files[first:]
+
+    def _file(self, window: int, offset: int, buffer: memoryview) -> LiveFile:
+        self._check_usable()
+        assert 0 <= window < len(self._data_bytes), window
+        assert 0 <= offset <= self._data_bytes[window] - len(buffer), (window, offset)
+        assert offset % PAGE_BYTES == len(buffer) % PAGE_BYTES == 0, (offset, len(buffer))
+        return self._files[window]
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise ClosedError(
+                "the state belongs to the parent process; a forked child cannot use it"
+            )
+        if not self._release.alive:
+            raise ClosedError("the store was closed and its files are gone")
+
+    def _abandon(self) -> None:
+        for file in self._files:
+            file.abandon()
+        for drive in self._drives:
+            drive.abandon()
+
+
+def _release(files: list[LiveFile], drives: list[Drive]) -> None:
+    for file in files:
+        file.remove()
+    files.clear()
+    for drive in drives:
+        drive.close()
+
+
+def _abandon_in_child() -> None:
+    for store in list(_open_stores):
+        store._abandon()
+
+
+_open_stores: weakref.WeakSet[Direct] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,0 +1,216 @@
+"""Window files on a drive: nameless where the filesystem can, reserved in full before use.
+
+What a filesystem cannot do is found at the first file and announced once:
+
+    cannot               | instead
+    ---------------------+---------------------------------------------------------
+    nameless files       | named ones in a private directory (see claim.py)
+    O_DIRECT             | buffered transfers, their page cache dropped at once
+    fallocate            | zeros written over the whole file
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+from errno import EINVAL, EIO, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
+from pathlib import Path
+
+from optstream.errors import WindowWriteError
+from optstream.mounts import find_mount
+from optstream.store import linux
+from optstream.store.base import PAGE_BYTES, WindowFile
+from optstream.store.checks import make_directory, remove_directories
+from optstream.store.claim import Claim, purge_stale
+from optstream.store.transfer import read_whole, write_whole
+
+_NO_NAMELESS_FILES = {EOPNOTSUPP, EISDIR, ENOENT, EINVAL}
+_NO_RESERVE = {EOPNOTSUPP, ENOSYS}
+_ZEROS_BYTES = 8 * 2**20
+
+log = logging.getLogger("optstream")
+
+
+@dataclass
+class LiveFile:
+    """The open file of one window.
+
+    Attributes:
+        path: None for a nameless file.
+        name: the file in words, for errors.
+        direct: transfers bypass the page cache; else they are flushed and dropped from it.
+    """
+
+    fd: int
+    path: Path | None
+    name: str
+    header_bytes: int
+    direct: bool
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        position = self.header_bytes + offset
+        read_whole(self.fd, buffer, position, self.name)
+        if not self.direct:
+            os.posix_fadvise(self.fd, position, len(buffer), os.POSIX_FADV_DONTNEED)
+
+    def write(self, offset: int, buffer: memoryview) -> None:
+        position = self.header_bytes + offset
+        write_whole(self.fd, buffer, position, self.name)
+        if not self.direct:
+            self._drop_cache(position, len(buffer))
+
+    def _drop_cache(self, position: int, num_bytes: int) -> None:
+        try:
+            os.fdatasync(self.fd)  # only clean pages can be dropped
+        except OSError as error:
+            number = error.errno or EIO
+            raise WindowWriteError(self.name, position, num_bytes, number) from error
+        os.posix_fadvise(self.fd, position, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def use_page_cache(self) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.direct = False
+
+    def remove(self) -> None:
+        """Close the file and give its space back."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file and leave it as it is: in a forked child it is the parent's."""
+        self.path = None
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+class Drive:
+    """One directory that window files are made in."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._made: list[Path] = []
+        self._claim: Claim | None = None
+        self._direct = True
+        self._copies_on_write = False
+        self._warned: set[str] = set()
+
+    def prepare(self) -> None:
+        """Make the directory if it is missing, check it, and remove what dead runs left in it.
+
+        Raises:
+            StoreError: see `make_directory`.
+        """
+        self._made += make_directory(self.directory)
+        purge_stale(self.directory)
+        mount = find_mount(self.directory)
+        self._copies_on_write = mount is not None and mount.kind == "btrfs"
+
+    def create(self, window: int, file: WindowFile) -> LiveFile:
+        """Make a window's file, reserve all of it, write its header; the data reads as zeros.
+
+        Raises:
+            OSError: the filesystem refuses; nothing is left of the file.
+        """
+        live = self._open(window, len(file.header))
+        try:
+            try:
+                self._fill(live, file)
+            except WindowWriteError as error:
+                if error.errno != EINVAL or not live.direct:
+                    raise
+                self._use_page_cache("the filesystem refuses O_DIRECT")
+                live.use_page_cache()
+                self._fill(live, file)
+        except BaseException:
+            live.remove()
+            raise
+        return live
+
+    def undo(self) -> None:
+        """Remove what `prepare` and `create` made in preparation; call it when no file is left."""
+        self.close()
+        remove_directories(self._made)
+        self._made = []
+
+    def close(self) -> None:
+        """Let go of the directory; its files must be gone."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def abandon(self) -> None:
+        """Forget everything in a forked child: it is the parent's."""
+        if self._claim is not None:
+            self._claim.abandon()
+            self._claim = None
+
+    def _open(self, window: int, header_bytes: int) -> LiveFile:
+        while True:
+            path = self._claim.file(window) if self._claim else None
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
+            flags |= os.O_TMPFILE if path is None else os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            try:
+                fd = os.open(path or self.directory, flags, 0o600)
+            except OSError as error:
+                if self._direct and error.errno == EINVAL:
+                    if path is not None:
+                        path.unlink(missing_ok=True)  # made before O_DIRECT was refused
+                    self._use_page_cache("the filesystem refuses O_DIRECT")
+                elif path is None and error.errno in _NO_NAMELESS_FILES:
+                    self._use_names()
+                else:
+                    raise
+                continue
+            name = str(path or f"{self.directory} (nameless file of window {window})")
+            live = LiveFile(fd, path, name, header_bytes, self._direct)
+            align_bytes = linux.direct_align_bytes(fd)
+            if self._direct and align_bytes is not None and not 0 < align_bytes <= PAGE_BYTES:
+                self._use_page_cache(f"direct I/O there needs an alignment of {align_bytes} bytes")
+                live.use_page_cache()
+            if self._copies_on_write:
+                linux.overwrite_in_place(fd)
+            return live
+
+    def _fill(self, live: LiveFile, file: WindowFile) -> None:
+        self._reserve(live, file.file_bytes)
+        header = _aligned(len(file.header))
+        header[:] = file.header
+        live.write(-len(header), header)
+
+    def _reserve(self, live: LiveFile, num_bytes: int) -> None:
+        try:
+            linux.fallocate(live.fd, num_bytes)
+        except OSError as error:
+            if error.errno not in _NO_RESERVE:
+                raise
+            self._warn("its filesystem cannot reserve space; zeros are written instead")
+            zeros = _aligned(min(num_bytes, _ZEROS_BYTES))
+            for position in range(0, num_bytes, _ZEROS_BYTES):
+                live.write(position - live.header_bytes, zeros[: num_bytes - position])
+
+    def _use_names(self) -> None:
+        self._warn(
+            "its filesystem has no nameless files; named ones are used, and what a killed run "
+            "leaves is removed by the next start"
+        )
+        self._claim = Claim(self.directory)
+
+    def _use_page_cache(self, cause: str) -> None:
+        self._direct = False
+        self._warn(f"{cause}; buffered transfers are used, which are slower")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s: %s", self.directory, text)
+
+
+def _aligned(num_bytes: int) -> memoryview:
+    """Return page-aligned zeros; a mapping of its own, freed with the last view."""
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -1,0 +1,66 @@
+"""Windows in this process's memory: no transfers, for comparison and for hosts with room."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Sequence
+
+from optstream.errors import ClosedError, OutOfSpaceError
+from optstream.memory import read_available_bytes
+from optstream.store.base import PAGE_BYTES, Store, WindowFile
+from optstream.units import format_bytes
+
+
+class Memory(Store):
+    """One private anonymous mapping a window, zero and unbacked until it is touched."""
+
+    in_place = True
+
+    def __init__(self) -> None:
+        # never mmap.close(): it unmaps under tensors that still lie there; dropping the last
+        # reference unmaps just as well
+        self._windows: list[memoryview] | None = []
+
+    def reserve(self, files: Sequence[WindowFile]) -> None:
+        windows = self._open_windows()
+        needed_bytes = sum(file.data_bytes for file in files)
+        available_bytes = read_available_bytes()
+        if needed_bytes > available_bytes:
+            raise _too_large(needed_bytes, available_bytes)
+        try:
+            windows += [_map(file.data_bytes) for file in files]
+        except OSError as error:
+            raise _too_large(needed_bytes, available_bytes) from error
+
+    def read(self, window: int, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.view(window)[offset : offset + len(buffer)]
+
+    def write(self, window: int, offset: int, buffer: memoryview) -> None:
+        self.view(window)[offset : offset + len(buffer)] = buffer
+
+    def view(self, window: int) -> memoryview:
+        assert window >= 0, window
+        return self._open_windows()[window]
+
+    def close(self) -> None:
+        self._windows = None
+
+    def _open_windows(self) -> list[memoryview]:
+        if self._windows is None:
+            raise ClosedError("the store was closed and its memory given back")
+        return self._windows
+
+
+def _map(num_bytes: int) -> memoryview:
+    # without flags Python maps shared memory, which counts as shmem
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, max(num_bytes, PAGE_BYTES), flags=flags))[:num_bytes]
+
+
+def _too_large(needed_bytes: int, available_bytes: int) -> OutOfSpaceError:
+    return OutOfSpaceError(
+        errno.ENOMEM,
+        f"state needs {format_bytes(needed_bytes)} of memory, {format_bytes(available_bytes)} is "
+        'left to this process; use store="direct" with a directory on a drive',
+    )

@@ -1,0 +1,5 @@
+"""Windows on their way between the store and the update: the only room with threads or device streams."""
+
+from optstream.stream.pipeline import Stream
+
+__all__ = ["Stream"]

@@ -1,0 +1,305 @@
+"""Read-ahead, update and write-behind, overlapped.
+
+The thread that steps asks for windows in an order and gets them one after another; a few threads a drive
+move pieces of other windows meanwhile. `_pump` starts reads into every slot that may be taken, whenever
+something changes: when the scan moves on and when a write is through.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optstream.plan import Plan
+from optstream.store.base import Store
+from optstream.stream import lane as lanes
+from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
+
+PIECE_BYTES = 8 * 2**20
+"""Bytes of one transfer; 4 to 16 MiB reach the drive's limit with 2 to 4 threads (benchmarks/step.py)."""
+
+
+@dataclass
+class Counters:
+    """What was measured since the stream was made; bytes count when their transfer is through."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_wait_s: float = 0.0
+    write_wait_s: float = 0.0
+
+
+class Stream:
+    """Joins a plan's windows, a store and the update.
+
+    One thread steps; all state below is guarded by `_changed`.
+    """
+
+    def __init__(self, store: Store, io_threads: int) -> None:
+        self.counters = Counters()
+        self._store = store
+        self._io_threads = io_threads
+        self._plan = Plan(window_bytes=0)
+        self._slots: list[Slot] = []
+        self._unpin: list[lanes.Wait] = []
+        self._pools: list[ThreadPoolExecutor] = []
+        self._lanes: dict[torch.device, lanes.Lane] = {}
+        self._stored: set[int] = set()
+        self._next_use: dict[int, int] = {}
+        self._read_errors: dict[int, Exception] = {}
+        self._write_errors: dict[int, Exception] = {}
+        self._updates = 0
+        self._changed = threading.Condition()
+
+    def resize(self, plan: Plan) -> None:
+        """Make slots and threads for a plan; what slots held is on the drive already.
+
+        Raises:
+            WindowWriteError: something is not, and still cannot be written.
+        """
+        self.drain()
+        self._lanes = {}
+        if plan.slot_bytes > self._plan.slot_bytes or plan.num_slots > self._plan.num_slots:
+            self._free_slots()
+            self._slots = [allocate(plan.slot_bytes) for _ in range(plan.num_slots)]
+        self._plan = plan
+        for drive in range(len(self._pools), 0 if plan.in_place else self._store.num_drives):
+            self._pools.append(ThreadPoolExecutor(self._io_threads, f"optstream-drive{drive}"))
+
+    def windows(
+        self, order: Sequence[int], devices: Mapping[int, torch.device]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each window with its data (uint8, on its device), to be updated in place.
+
+        A window is written once the caller asks for the next one. Close the generator (contextlib.closing)
+        so that a window whose update failed is not written.
+
+        Raises:
+            WindowReadError: the window cannot be read; nothing of it was changed.
+            WindowWriteError: before the first window, if an earlier write still fails, or as soon as
+                slots run out; else see `check`. What could not be written stays in its slot.
+        """
+        if self._plan.in_place:
+            yield from self._windows_in_place(order, devices)
+            return
+        self._retry_writes()
+        self._look_ahead(order)
+        for window in order:
+            slot = self._acquire(window)
+            host = slot.tensor[: self._plan.windows[window].data_bytes]
+            lane = self._lane(devices[window])
+            try:
+                buffer = lane.load(host)
+                lane.wait_loaded()
+                yield window, buffer
+                ready = lane.unload(host)
+            except BaseException:
+                self._abandon(slot)
+                raise
+            self._write(slot, window, ready)
+        self._look_ahead(list(reversed(order)))
+
+    def _windows_in_place(
+        self, order: Sequence[int], devices: Mapping[int, torch.device]
+    ) -> Iterator[tuple[int, Tensor]]:
+        unloaded: list[lanes.Wait] = []
+        for window in order:
+            host = self._view(window)
+            lane = self._lane(devices[window])
+            buffer = lane.load(host)
+            lane.wait_loaded()
+            yield window, buffer
+            unloaded.append(lane.unload(host))
+        for wait in unloaded:
+            wait()
+
+    def forget(self, windows: Iterable[int]) -> None:
+        """Take these windows as never stored: the next update starts from zeros and reads nothing."""
+        self._stored.difference_update(windows)
+
+    def drain(self) -> None:
+        """Wait until every window is on the drive; WindowWriteError if one cannot be written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight())
+        self._retry_writes()
+
+    def close(self) -> None:
+        """Wait for transfers, end all threads and give back the buffers and the store's files."""
+        with self._changed:
+            self._next_use = {}
+            self._changed.wait_for(lambda: not self._in_flight())
+        for pool in self._pools:
+            pool.shutdown(wait=True)
+        self._free_slots()
+        self._pools, self._lanes = [], {}
+        self._store.close()
+
+    # -- the scan -------------------------------------------------------------------------------------
+
+    def _look_ahead(self, order: Sequence[int]) -> None:
+        with self._changed:
+            self._next_use = {window: position for position, window in enumerate(order)}
+            self._read_errors.clear()
+            self._pump()
+
+    def _acquire(self, window: int) -> Slot:
+        """Return the window's slot, BUSY, once its bytes are there."""
+        usable = (SlotState.READY, SlotState.DIRTY)
+        with self._changed:
+            while True:
+                self._pump()
+                slot = holding(self._slots, window)
+                if slot is not None and slot.state in usable:
+                    break
+                if window in self._read_errors:
+                    raise self._read_errors.pop(window)
+                if slot is None and not self._in_flight():
+                    raise next(iter(self._write_errors.values()))
+                self._wait(reading=slot is not None and slot.state is SlotState.READING)
+            slot.state = SlotState.BUSY
+            self._next_use.pop(window, None)
+            self._write_errors.pop(window, None)
+        if window not in self._stored:
+            slot.tensor.zero_()
+        return slot
+
+    def _abandon(self, slot: Slot) -> None:
+        with self._changed:
+            slot.put(SlotState.FREE, None)
+
+    def _wait(self, *, reading: bool) -> None:
+        start = time.perf_counter()
+        self._changed.wait()
+        waited = time.perf_counter() - start
+        if reading:
+            self.counters.read_wait_s += waited
+        else:
+            self.counters.write_wait_s += waited
+
+    def _in_flight(self) -> bool:
+        moving = (SlotState.READING, SlotState.WRITING)
+        return any(slot.state in moving for slot in self._slots)
+
+    def _pump(self) -> None:
+        """Start reading every window to come for which there is a slot."""
+        for window in self._next_use:
+            if holding(self._slots, window) is not None or window in self._read_errors:
+                continue
+            slot = choose(self._slots, window, self._next_use)
+            if slot is None:
+                return
+            slot.put(SlotState.READING, window)
+            if window in self._stored:
+                self._start(slot, window, self._store.read, lanes.nothing, self._read_done)
+            else:
+                slot.state = SlotState.READY
+
+    # -- transfers ------------------------------------------------------------------------------------
+
+    def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
+        with self._changed:
+            self._updates += 1
+            slot.used = self._updates
+            slot.state = SlotState.WRITING
+            self._stored.add(window)
+            self._start(slot, window, self._store.write, ready, self._write_done)
+
+    def _start(
+        self,
+        slot: Slot,
+        window: int,
+        transfer: Callable[[int, int, memoryview], None],
+        ready: lanes.Wait,
+        done: Callable[[Slot, int, Exception | None], None],
+    ) -> None:
+        """Move a window's pieces on its drive's threads; the last one calls `done`."""
+        num_bytes = self._plan.windows[window].data_bytes
+        offsets = range(0, num_bytes, PIECE_BYTES)
+        if not offsets:
+            done(slot, num_bytes, None)
+            return
+        errors: list[Exception] = []
+        left = len(offsets)
+
+        def move(offset: int) -> None:
+            nonlocal left
+            try:
+                ready()
+                transfer(window, offset, slot.memory[offset : min(offset + PIECE_BYTES, num_bytes)])
+            except Exception as error:  # whatever it is, the thread that steps must hear it
+                errors.append(error)
+            with self._changed:
+                left -= 1
+                if left == 0:
+                    done(slot, num_bytes, errors[0] if errors else None)
+                    self._pump()
+                    self._changed.notify_all()
+
+        pool = self._pools[self._store.drive(window)]
+        for offset in offsets:
+            pool.submit(move, offset)
+
+    def _read_done(self, slot: Slot, num_bytes: int, error: Exception | None) -> None:
+        if error is None:
+            self.counters.read_bytes += num_bytes
+            slot.state = SlotState.READY
+        else:
+            assert slot.window is not None
+            self._read_errors[slot.window] = error
+            slot.put(SlotState.FREE, None)
+
+    def _write_done(self, slot: Slot, num_bytes: int, error: Exception | None) -> None:
+        if error is None:
+            self.counters.written_bytes += num_bytes
+            slot.state = SlotState.READY
+        else:
+            assert slot.window is not None
+            self._write_errors[slot.window] = error
+            slot.state = SlotState.DIRTY
+
+    def _retry_writes(self) -> None:
+        """Write what could not be written before; WindowWriteError if it still cannot."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.state is SlotState.DIRTY:
+                    assert slot.window is not None
+                    self._write_errors.pop(slot.window, None)
+                    self._write(slot, slot.window, lanes.nothing)
+                    self._changed.wait_for(lambda slot=slot: slot.state is not SlotState.WRITING)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a window that could not be written and is kept in its slot, if any."""
+        with self._changed:
+            if self._write_errors:
+                raise next(iter(self._write_errors.values()))
+
+    # -- buffers --------------------------------------------------------------------------------------
+
+    def _view(self, window: int) -> Tensor:
+        memory = self._store.view(window)
+        if len(memory) == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _lane(self, device: torch.device) -> lanes.Lane:
+        if device not in self._lanes:
+            lane = lanes.make_lane(device, self._plan.slot_bytes)
+            self._lanes[device] = lane
+            if not self._unpin:
+                hosts = [slot.tensor for slot in self._slots]
+                if self._plan.in_place:
+                    hosts = [self._view(window) for window in range(self._plan.num_windows)]
+                self._unpin = [lane.pin(host) for host in hosts if host.nbytes]
+        return self._lanes[device]
+
+    def _free_slots(self) -> None:
+        for unpin in self._unpin:
+            unpin()
+        self._unpin, self._slots = [], []

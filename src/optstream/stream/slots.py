@@ -1,0 +1,89 @@
+"""Slots: the few reusable host buffers that hold windows, and which of them to use next.
+
+    FREE ──► READING ──► READY ──► BUSY ──► WRITING ──► READY
+               │ error     ▲ never stored      │ error
+               ▼           │                   ▼
+             FREE ─────────┘                 DIRTY ──► WRITING (retried) or BUSY
+
+A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the only copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+PAGE_BYTES = 4096
+NEVER = 2**62
+
+
+class SlotState(Enum):
+    FREE = auto()
+    READING = auto()
+    READY = auto()
+    BUSY = auto()
+    WRITING = auto()
+    DIRTY = auto()
+
+
+@dataclass(eq=False)
+class Slot:
+    """One buffer.
+
+    Attributes:
+        memory: page-aligned bytes, for transfers.
+        tensor: the same bytes as uint8.
+        window: what it holds (None where FREE).
+        used: when its window was last updated, a running number.
+    """
+
+    memory: memoryview
+    tensor: Tensor
+    state: SlotState = SlotState.FREE
+    window: int | None = None
+    used: int = 0
+
+    def put(self, state: SlotState, window: int | None) -> None:
+        self.state, self.window = state, window
+
+
+def allocate(num_bytes: int) -> Slot:
+    """Return a slot of private, page-aligned memory whose pages are all there already."""
+    num_bytes = max(num_bytes, PAGE_BYTES)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    tensor.zero_()
+    return Slot(memoryview(memory), tensor)
+
+
+def holding(slots: Sequence[Slot], window: int) -> Slot | None:
+    """Return the slot that holds a window, if any."""
+    return next((slot for slot in slots if slot.window == window), None)
+
+
+def choose(slots: Sequence[Slot], window: int, next_use: Mapping[int, int]) -> Slot | None:
+    """Return the slot to take for `window`: a free one, or the one needed last of those needed later.
+
+    Args:
+        next_use: position of each window that is still to come in this scan. Scans alternate, so of the
+            windows that are through the one updated first is needed last.
+    """
+    free = next((slot for slot in slots if slot.state is SlotState.FREE), None)
+    if free is not None:
+        return free
+
+    def when(slot: Slot) -> tuple[int, int]:
+        return next_use.get(slot.window, NEVER) if slot.window is not None else NEVER, -slot.used
+
+    ready = [slot for slot in slots if slot.state is SlotState.READY]
+    last = max(ready, key=when, default=None)
+    if last is None or when(last)[0] <= next_use.get(window, NEVER):
+        return None
+    return last

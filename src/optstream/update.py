@@ -1,0 +1,308 @@
+"""Run any torch optimizer on one window.
+
+For a window the optimizer's `param_groups` hold only proxies of that window's parameters and its `state`
+holds views into the window's buffer; then its own step runs. A proxy of a float32 parameter shares the
+parameter's storage; the proxy of a bfloat16/float16 parameter is its float32 master in the buffer, which
+is copied to the parameter afterwards.
+
+What a parameter keeps in memory between steps (counters, Python values) changes only in `commit`, when
+all windows are through: every slice of a parameter starts a step from the same values.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optstream.errors import StateChangedError
+from optstream.layout import advance_group, changed_values, hyperparameters, is_streamed, raw_step
+from optstream.params import Bound
+from optstream.plan import (
+    EXTENT_ALIGNMENT,
+    MASTER,
+    MAX_SLICE,
+    Extent,
+    ParamSpec,
+    Piece,
+    Plan,
+    Window,
+    aligned,
+)
+from optstream.units import format_bytes
+
+log = logging.getLogger("optstream")
+
+
+@dataclass
+class Record:
+    """What one parameter keeps outside its window.
+
+    Attributes:
+        stored: keys whose tensors in the window are valid.
+        kept: counters and Python values.
+        unplanned: tensors the layout did not foresee, by the start of their slice.
+    """
+
+    stored: frozenset[str] = frozenset()
+    kept: dict[str, Any] = field(default_factory=dict)
+    unplanned: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Job:
+    """One piece, ready for the optimizer."""
+
+    piece: Piece
+    spec: ParamSpec
+    target: Tensor
+    proxy: nn.Parameter
+    state: dict[str, Any]
+    views: dict[str, Tensor]
+
+
+class Updater:
+    """Updates windows of a plan with the wrapped optimizer.
+
+    Ordering: `update` for each window in any order, then `commit` once. Until then a repeated `update` of
+    a window that failed starts from the same counters.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = raw_step(optimizer)
+        self.records: defaultdict[int, Record] = defaultdict(Record)
+        self._next: dict[int, Record] = {}
+        self._group_values: dict[int, dict[str, Any]] = {}
+        self._scratch: dict[torch.device, Tensor] = {}
+        self.followed: set[str] = set()
+        """Parameters whose weights something else changed since their last update."""
+
+    def update(
+        self, plan: Plan, window: Window, buffer: Tensor, bound: Mapping[int, Bound]
+    ) -> None:
+        """Update the parameters of a window that have gradients, and their state in `buffer`.
+
+        Args:
+            buffer: uint8, the window's data, on the device of its parameters.
+            bound: by index in `plan.params`, those with a gradient.
+        """
+        scratch = self._gradient_scratch(plan, window, bound)
+        jobs = [
+            self._job(plan.params[piece.param], piece, buffer, bound[piece.param], scratch)
+            for piece in window.pieces
+            if piece.param in bound
+        ]
+        # new state is made by the optimizer itself: one piece at a time keeps that within the bound
+        first = [job for job in jobs if self._makes_state(job)]
+        for job in first:
+            self._run([job])
+        self._run([job for job in jobs if job not in first])
+
+    def put(
+        self,
+        params: Sequence[ParamSpec],
+        window: Window,
+        buffer: Tensor,
+        states: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """Put given states, as a plain optimizer keeps them, into a window.
+
+        Raises:
+            StateChangedError: a tensor that does not fit what the optimizer keeps for its parameter.
+        """
+        for piece in window.pieces:
+            if piece.param not in states:
+                continue
+            record = self._next.setdefault(piece.param, Record())
+            views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
+            for key, value in states[piece.param].items():
+                if not is_streamed(value):
+                    record.kept[key] = value
+                    continue
+                part = _part(value.detach(), piece)
+                if key not in views or part.shape != views[key].shape:
+                    raise StateChangedError(
+                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not what the "
+                        "optimizer keeps for this parameter; it cannot be streamed"
+                    )
+                views[key].copy_(part)
+                record.stored |= {key}
+
+    def commit(self, groups: Sequence[dict[str, Any]], advancing: Sequence[int] = ()) -> None:
+        """Make the counters of this step the current ones.
+
+        Args:
+            groups: the public param_groups; values that the optimizer itself advances are put there.
+            advancing: groups whose values a step changes even where no parameter has a gradient.
+        """
+        for index in advancing:
+            if index not in self._group_values:
+                group = groups[index]
+                after = advance_group(self._optimizer, group)
+                self._group_values[index] = changed_values(group, after)
+        for index, values in self._group_values.items():
+            groups[index].update(values)
+        self.records.update(self._next)
+        self._group_values, self._next = {}, {}
+
+    def _job(
+        self, spec: ParamSpec, piece: Piece, buffer: Tensor, bound: Bound, scratch: Iterator[Tensor]
+    ) -> _Job:
+        record = self.records[piece.param]
+        views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
+        target = _part(bound.param.detach(), piece)
+        grad = _part(bound.grad.detach(), piece)
+        data = target
+        if spec.has_master:
+            data = views[MASTER]
+            self._load_master(spec, record, data, target)
+            grad = next(scratch)[: piece.numel].as_strided(data.shape, data.stride()).copy_(grad)
+        proxy = nn.Parameter(data, requires_grad=True)
+        proxy.grad = grad
+        state = _working_copy(record.kept)
+        state.update(record.unplanned.get(piece.start, {}))
+        state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
+        return _Job(piece, spec, target, proxy, state, views)
+
+    def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
+        if MASTER not in record.stored:
+            master.copy_(param)
+        elif follow_parameter(master, param):
+            self.followed.add(spec.name)
+
+    def _makes_state(self, job: _Job) -> bool:
+        stored = self.records[job.piece.param].stored
+        return any(key != MASTER for key in job.views) and not stored - {MASTER}
+
+    def _run(self, jobs: Sequence[_Job]) -> None:
+        if not jobs:
+            return
+        by_group: dict[int, list[_Job]] = {}
+        for job in jobs:
+            by_group.setdefault(job.spec.group, []).append(job)
+        groups = {index: self._window_group(index, by_group[index]) for index in sorted(by_group)}
+        before = {index: hyperparameters(group) for index, group in groups.items()}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        state.update({job.proxy: job.state for job in jobs})
+        self._step_on(list(groups.values()), state)
+        for index, group in groups.items():
+            self._group_values[index] = changed_values(before[index], group)
+        for job in jobs:
+            self._take_back(job, state[job.proxy])
+
+    def _window_group(self, index: int, jobs: Sequence[_Job]) -> dict[str, Any]:
+        public = self._optimizer.param_groups[index]
+        group = {
+            key: copy.copy(value) if isinstance(value, list | dict) else value
+            for key, value in hyperparameters(public).items()
+        }
+        group["params"] = [job.proxy for job in jobs]
+        if "param_names" in public:
+            group["param_names"] = [public["param_names"][job.spec.position] for job in jobs]
+        return group
+
+    def _step_on(self, groups: list[dict[str, Any]], state: defaultdict[Tensor, Any]) -> None:
+        optimizer = self._optimizer
+        public = optimizer.param_groups, optimizer.state
+        optimizer.param_groups, optimizer.state = groups, state
+        try:
+            self._step()
+        finally:
+            optimizer.param_groups, optimizer.state = public
+
+    def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
+        """Put what the optimizer left into the window, the record and the parameter."""
+        record = self._next.setdefault(job.piece.param, Record())
+        stored = {MASTER} if job.spec.has_master else set()
+        for key, value in state.items():
+            view = job.views.get(key)
+            if view is not None and isinstance(value, Tensor) and _fits(value, view):
+                if value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                stored.add(key)
+            elif is_streamed(value):
+                self._keep_unplanned(job, record, key, value)
+            else:
+                record.kept[key] = value
+        record.stored = frozenset(stored)
+        if job.spec.has_master:
+            job.target.copy_(job.views[MASTER])
+
+    def _keep_unplanned(self, job: _Job, record: Record, key: str, value: Tensor) -> None:
+        record.unplanned.setdefault(job.piece.start, {})[key] = value
+        log.warning(
+            "%s/%s (%s) was not foreseen when the optimizer was wrapped and stays in memory: a "
+            "hyperparameter that adds state was changed since; wrap the optimizer again",
+            job.spec.name,
+            key,
+            format_bytes(value.nbytes),
+        )
+
+    def _gradient_scratch(
+        self, plan: Plan, window: Window, bound: Mapping[int, Bound]
+    ) -> Iterator[Tensor]:
+        """Yield float32 space for the gradient of each piece with a master, in order."""
+        used = 0
+        for piece in window.pieces:
+            if piece.param in bound and plan.params[piece.param].has_master:
+                device = bound[piece.param].param.device
+                yield self._scratch_for(device, plan.gradient_bytes)[used // 4 :]
+                used += aligned(piece.numel * 4, EXTENT_ALIGNMENT)
+
+    def _scratch_for(self, device: torch.device, num_bytes: int) -> Tensor:
+        scratch = self._scratch.get(device)
+        if scratch is None or scratch.nbytes < num_bytes:
+            scratch = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
+            self._scratch[device] = scratch
+        return scratch
+
+
+def follow_parameter(master: Tensor, param: Tensor) -> bool:
+    """Take into the master what something else wrote into its parameter; tell whether there was any.
+
+    Where the parameter still is the master's rounded value the master keeps its lower bits, so a weight
+    that was swapped out and back (EMA, evaluation) loses nothing.
+    """
+    changed = False
+    for part, written in zip(_chunks(master), _chunks(param), strict=True):
+        bits, rounded = written.view(torch.int16), part.to(param.dtype).view(torch.int16)
+        if not torch.equal(bits, rounded):
+            part.copy_(torch.where(bits != rounded, written.to(master.dtype), part))
+            changed = True
+    return changed
+
+
+def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
+    """Return the tensor that an extent of a window's data holds, without a copy."""
+    data = buffer[extent.offset : extent.offset + extent.num_bytes].view(extent.dtype)
+    return data.as_strided(extent.shape, extent.stride)
+
+
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
+    if piece.whole:
+        return tensor
+    return tensor.contiguous().view(-1)[piece.start : piece.stop]
+
+
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Return bounded flat parts where the tensor is contiguous."""
+    return tensor.view(-1).split(MAX_SLICE) if tensor.is_contiguous() else (tensor,)
+
+
+def _fits(value: Tensor, view: Tensor) -> bool:
+    return value.shape == view.shape and value.dtype == view.dtype
+
+
+def _working_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in values.items()
+    }
