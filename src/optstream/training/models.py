@@ -150,6 +150,11 @@ def _from_pretrained(path: Path, **options: Any) -> LanguageModel:
             f"{path} holds no tokenizer; save it there with tokenizer.save_pretrained: "
             f"{_first_line(error)}"
         ) from error
+    # without its files, transformers makes a tokenizer of the special tokens alone
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConfigError(
+            f"{path} holds no tokenizer; save it there with tokenizer.save_pretrained"
+        )
     embedding: Any = module.get_input_embeddings()
     num_embeddings = embedding.weight.shape[0]
     if len(tokenizer) > num_embeddings:

@@ -26,7 +26,7 @@ from optstream.training.state_dir import check_state_directory, state_directory
 from optstream.training.stop import StopRequest
 from optstream.training.text import read_corpus
 from optstream.training.tokens import TokenData, tokenize
-from optstream.training.updater import InMemory, Updater, make_updater
+from optstream.training.updater import Updater, make_updater
 
 _MAX_GRAD_NORM = 1.0
 
@@ -171,7 +171,7 @@ def held_out_loss(model: LanguageModel, data: TokenData, config: TrainConfig) ->
 def _plan(
     updater: Updater, model: LanguageModel, data: TokenData, lr: float, config: TrainConfig
 ) -> RunPlan:
-    streamed = None if isinstance(updater, InMemory) else updater.optimizer.plan
+    streamed = updater.plan
     return RunPlan(
         config=config,
         lr=lr,

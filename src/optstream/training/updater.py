@@ -27,9 +27,14 @@ class Updater(Protocol):
 
     Attributes:
         optimizer: what a learning-rate scheduler takes.
+        plan: of the streamed state; None where the state is not streamed.
     """
 
-    optimizer: torch.optim.Optimizer
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def plan(self) -> optstream.Plan | None: ...
 
     def step(self) -> StepCost:
         """Update every parameter that has a gradient."""
@@ -49,6 +54,7 @@ class InMemory:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.plan = None
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group in optimizer.param_groups:
             group["params"] = [self._master(param) for param in group["params"]]
@@ -91,16 +97,18 @@ class Streamed:
         module: torch.nn.Module,
         *,
         store: str,
-        directory: Path | None,
+        directory: Path,
         window_bytes: int,
     ) -> None:
         self.optimizer = optstream.offload(
             optimizer, directory, model=module, window=window_bytes, store=store
         )
+        self.plan = self.optimizer.plan
 
     def step(self) -> StepCost:
         self.optimizer.step()
         report = self.optimizer.report
+        assert report is not None, "a step makes a report"
         return StepCost(
             read_bytes=report.read_bytes,
             written_bytes=report.written_bytes,
@@ -109,7 +117,7 @@ class Streamed:
         )
 
     def state_bytes(self) -> int:
-        return self.optimizer.plan.state_bytes
+        return self.plan.state_bytes
 
     def close(self) -> None:
         self.optimizer.close()
@@ -125,6 +133,6 @@ def make_updater(
         optimizer,
         module,
         store=config.store,
-        directory=config.state_dir,
+        directory=config.state_dir or Path(),
         window_bytes=config.window_bytes,
     )
