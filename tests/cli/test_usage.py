@@ -22,6 +22,7 @@ WRONG = {
     "window without unit known": (["train", "--window", "64 megs"], "--window"),
     "window negative": (["train", "--window", "-64MiB"], "--window"),
     "window of nothing": (["train", "--window", "0"], "--window"),
+    "window too small": (["train", "--window", "63KiB"], "--window"),
     "window of part of a byte": (["train", "--window", "0.3B"], "--window"),
     "steps zero": (["train", "--steps", "0"], "--steps"),
     "steps negative": (["train", "--steps", "-3"], "--steps"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from optstream.errors import ConfigError
+from optstream.plan import parse_window_bytes
 from optstream.units import parse_bytes
 
 
@@ -23,15 +24,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
-def size(text: str) -> int:
-    """Parse a size of at least one byte."""
+def window_size(text: str) -> int:
+    """Parse a size that a window can have."""
     try:
-        num_bytes = parse_bytes(text)
+        return parse_window_bytes(parse_bytes(text))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if num_bytes == 0:
-        raise argparse.ArgumentTypeError("a size of 0 holds nothing; give for example 64MiB")
-    return num_bytes
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from optstream.cli.parser import number_above, size, whole_number
+from optstream.cli.parser import number_above, whole_number, window_size
 from optstream.training.config import DTYPES, OPTIMIZERS, STORES, TrainConfig
 from optstream.training.packages import require_modules
 from optstream.training.stop import StopRequest
@@ -80,7 +80,7 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--window",
         dest="window_bytes",
-        type=size,
+        type=window_size,
         metavar="SIZE",
         help="state in memory together, for example 64MiB (default: "
         f"{format_bytes(TrainConfig.window_bytes)})",

@@ -105,7 +105,8 @@ def place(plan: RunPlan) -> str:
     config = plan.config
     if config.store == "none":
         return "in memory, the plain optimizer (--store none)"
-    windows = f"{format_bytes(plan.state_bytes)} in {plan.num_windows} windows"
+    plural = "" if plan.num_windows == 1 else "s"
+    windows = f"{format_bytes(plan.state_bytes)} in {plan.num_windows} window{plural}"
     if config.store == "memory":
         return f"{windows}, in memory (--store memory)"
     return (

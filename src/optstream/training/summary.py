@@ -77,7 +77,7 @@ def _drive_rows(result: RunResult) -> dict[str, str]:
         return {"on the drive": "nothing: the state is in memory"}
     moved = totals.read_bytes + totals.written_bytes
     return {
-        "on the drive": format_bytes(result.state_bytes),
+        "on the drive": f"{format_bytes(result.state_bytes)}, removed at the end",
         "moved a step": (
             f"{format_bytes(totals.read_bytes / totals.num_steps)} read, "
             f"{format_bytes(totals.written_bytes / totals.num_steps)} written "
@@ -94,4 +94,7 @@ def _memory(result: RunResult) -> str:
     if result.plan.config.store in ("none", "memory"):
         return f"{now}, of it {state} optimizer state"
     buffers = format_bytes(result.plan.peak_host_bytes)
-    return f"{now}, of it at most {buffers} for the state, which would take {state} in memory"
+    text = f"{now}, of it at most {buffers} for the state, which would take {state} in memory"
+    if result.plan.peak_host_bytes >= result.state_bytes:
+        text += "; nothing is saved with a state this small, or a --window this large"
+    return text
