@@ -1,7 +1,8 @@
 """Every error a user can meet; `OffloadError` is the base of all of them.
 
-A message names the subject with its numbers and units, the cause, and the next action. Each class also
-derives from the built-in exception a caller would expect, so `except ValueError` or `except OSError` work.
+A message names the subject with its numbers and units, the cause, and the next action. Each class
+also derives from the built-in exception a caller would expect, so `except ValueError` or `except
+OSError` work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, ValueError):
-    """An argument that cannot be used: a size, a path, an option of a group, a rule that does not fit."""
+    """An argument that cannot be used: a size, a path, an option, a rule that does not fit."""
 
 
 class UnsupportedOptimizerError(OffloadError, TypeError):

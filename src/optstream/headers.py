@@ -1,4 +1,4 @@
-"""The window files of a plan: each window's extents, named and described for any safetensors reader."""
+"""The window files of a plan: each extent named and described for any safetensors reader."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def window_files(plan: Plan, first: int = 0) -> list[WindowFile]:
 
 
 def _window_file(plan: Plan, window: Window) -> WindowFile:
-    records = [
-        _record(plan, piece, extent) for piece in window.pieces for extent in piece.extents
-    ]
+    records = [_record(plan, piece, extent) for piece in window.pieces for extent in piece.extents]
     return WindowFile(build_header(records, window.data_bytes), window.data_bytes)
 
 

@@ -1,8 +1,9 @@
 """What state an optimizer will keep for a parameter, found without allocating it.
 
-The optimizer's own step runs on parameters of the meta device, twice: what it leaves in `state` is the
-layout, what it allocates on the way is the cost. Optimizers whose kernels know no meta device are tried
-again with torch's FakeTensorMode, which is heavier to import (68 MB) and therefore second.
+The optimizer's own step runs on parameters of the meta device, twice: what it leaves in `state` is
+the layout, what it allocates on the way is the cost. Optimizers whose kernels know no meta device
+are tried again with torch's FakeTensorMode, which is heavier to import (68 MB) and therefore
+second.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ def find_layout(
         state: what is already there for it (a counter of 1000 may switch a rule); not changed.
 
     Raises:
-        UnsupportedOptimizerError: the rule needs values, not shapes, or keeps tensors inside containers.
+        UnsupportedOptimizerError: the rule needs values, not shapes, or keeps tensors inside
+        containers.
     """
     probe = _Probe(optimizer, group, shape, stride, dtype, state)
     try:
-        with _ItemAnswer():
+        with _ItemAnswer():  # type: ignore[no-untyped-call]
             return probe.run("meta")
     except UnsupportedOptimizerError:
         raise
@@ -85,8 +87,9 @@ def find_layout(
             return _run_fake(probe)
         except Exception as error:
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} cannot be offloaded: what it keeps for a parameter of shape "
-                f"{tuple(shape)} cannot be found without running it ({error or meta_error!r}); "
+                f"{type(optimizer).__name__} cannot be offloaded: what it keeps for a parameter "
+                f"of shape {tuple(shape)} cannot be found without running it "
+                f"({error or meta_error!r}); "
                 "use it without offload"
             ) from error
 
@@ -94,7 +97,7 @@ def find_layout(
 def _run_fake(probe: _Probe) -> Layout:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), _ItemAnswer():
+    with FakeTensorMode(), _ItemAnswer():  # type: ignore[no-untyped-call]
         return probe.run("cpu")
 
 
@@ -123,7 +126,8 @@ class _Probe:
         _, _, later_of_four = self._two_steps(group, device, 4)
         kept = shell.state[shell.groups[0]["params"][0]]
         tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
-        # a loop may still hold one parameter's temporaries while it makes the next one's: at most twice
+        # a loop may still hold one parameter's temporaries while it makes the next one's: at most
+        # twice
         batched = later_of_four > 3 * later
         advances = bool(changed_values(group, shell.groups[0]))
         return Layout(tensors, batched, first, later if batched else later_of_four, advances)
@@ -148,11 +152,18 @@ class _Probe:
 
     def _state(self, device: str) -> dict[str, Any]:
         return {
-            key: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            key: torch.empty_strided(
+                value.shape, value.stride(), dtype=self._widened(value), device=device
+            )
             if is_streamed(value)
             else copy.deepcopy(value)
             for key, value in self.state.items()
         }
+
+    def _widened(self, value: Tensor) -> torch.dtype:
+        """Return the dtype that a state gets where its low-precision parameter has a master."""
+        narrower = value.is_floating_point() and value.itemsize < self.dtype.itemsize
+        return self.dtype if narrower else value.dtype
 
 
 class Shell:
@@ -164,7 +175,7 @@ class Shell:
         # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
         self.optimizer.__dict__.update(optimizer.__dict__)
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self.optimizer.state = self.state  # type: ignore[assignment]
+        self.optimizer.state = self.state
         self.optimizer.param_groups = groups
 
     def step(self) -> None:
@@ -172,7 +183,7 @@ class Shell:
 
 
 def advance_group(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group after a step in which none of its parameters has a gradient."""
+    """Return a group's hyperparameters after a step in which none of its gradients is there."""
     param = torch.nn.Parameter(torch.empty(1, device="meta"))
     shell = Shell(optimizer, [{**group, "params": [param]}])
     with torch.no_grad():
@@ -222,9 +233,7 @@ def _equal(left: object, right: object) -> bool:
 class _ItemAnswer(TorchDispatchMode):
     """Answer `.item()` of a tensor without data; 0.5, since 1.0 divides by zero in NAdam."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and _has_no_data(args[0]):
             return _item(args[0].dtype)
         return func(*args, **(kwargs or {}))
@@ -244,14 +253,12 @@ class _AllocationPeak(TorchDispatchMode):
     """Count the bytes of storages that come and go; `peak_bytes` is the most alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._live_bytes = 0
         self._tensors: dict[int, int] = defaultdict(int)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {_storage_id(leaf) for leaf in _leaves([args, kwargs]) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
@@ -279,4 +286,4 @@ class _AllocationPeak(TorchDispatchMode):
 
 
 def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -1,7 +1,7 @@
 """StreamedOptimizer: a torch optimizer whose state is on the drive. Read this file first.
 
-`step()` is the whole story: bind today's parameters and gradients, let the stream bring one window of
-state after another, update each, and report what happened.
+`step()` is the whole story: bind today's parameters and gradients, let the stream bring one window
+of state after another, update each, and report what happened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from optstream.errors import ClosedError, ConfigError, ModelChangedError, WindowIOError
@@ -49,20 +49,19 @@ def offload(
 ) -> StreamedOptimizer:
     """Move a torch optimizer's state to files and stream it during `step()`.
 
-    The result replaces `optimizer` everywhere (schedulers, scalers, clipping). All file space is reserved
-    here; state the optimizer holds already is moved to the files.
+    The result replaces `optimizer` everywhere (schedulers, scalers, clipping). All file space is
+    reserved here; state the optimizer holds already is moved to the files.
 
     Args:
         optimizer: any torch optimizer whose parameters are updated independently of each other.
         directory: a directory on a drive, or one per drive: windows are striped over them.
         model: gives parameters their fully qualified names.
-        window: bytes of state in memory together ("256MiB"); about four windows are the host memory used.
-        ram: bytes of state to keep in memory between steps; 0, the RAM tier is not part of this version.
-        store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison; nothing is on a drive).
-        master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
-        process_group: None; ranks are not part of this version.
-        io_threads: threads a drive.
-        metrics: a JSONL file that gets one line a step.
+        window: bytes of state in memory together ("256MiB"); about four windows are the host memory
+        used. ram: bytes of state to keep in memory between steps; 0, the RAM tier is not part of
+        this version. store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison;
+        nothing is on a drive). master_weights: keep float32 masters of bfloat16 and float16
+        parameters and update those. process_group: None; ranks are not part of this version.
+        io_threads: threads a drive. metrics: a JSONL file that gets one line a step.
 
     Raises:
         ConfigError: an argument that cannot be used.
@@ -77,8 +76,7 @@ def offload(
     if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
     window_bytes = parse_window_bytes(parse_bytes(window, "window"))
-    is_one = isinstance(directory, str | os.PathLike)
-    directories = [directory] if is_one else list(directory)  # type: ignore[list-item, arg-type]
+    directories = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
     with contextlib.ExitStack() as undo:
         reporter = Reporter(type(optimizer).__name__, 0, metrics)
         undo.callback(reporter.close)
@@ -96,9 +94,9 @@ class StreamedOptimizer(Optimizer):
     """A torch optimizer with its state in a store; made by `offload`.
 
     Attributes:
-        param_groups: the wrapped optimizer's own list; hyperparameters are read from it at every step.
-        plan: windows and their cost in bytes.
-        report: StepReport of the last step; None before the first.
+        param_groups: the wrapped optimizer's own list; hyperparameters are read from it at every
+        step. plan: windows and their cost in bytes. report: StepReport of the last step; None
+        before the first.
     """
 
     def __init__(
@@ -111,7 +109,8 @@ class StreamedOptimizer(Optimizer):
         names: dict[int, str],
         reporter: Reporter,
     ) -> None:
-        # torch's way of making an optimizer around existing groups; hooks move here, they run once a step
+        # torch's way of making an optimizer around existing groups; hooks move here, they run once
+        # a step
         self.__setstate__(
             {
                 **{key: value for key, value in optimizer.__dict__.items() if "_hooks" in key},
@@ -150,9 +149,10 @@ class StreamedOptimizer(Optimizer):
             closure: evaluated once, before the update, with gradients enabled.
 
         Raises:
-            WindowReadError, WindowWriteError: with file, offset, bytes and errno. The message says whether
-                the step was applied in full; if not, call `step()` again with the same gradients: it
-                updates the windows that are left.
+            WindowReadError, WindowWriteError: with file, offset, bytes and errno. The message says
+            whether
+                the step was applied in full; if not, call `step()` again with the same gradients:
+                it updates the windows that are left.
             ModelChangedError: a parameter no longer fits its state; nothing was changed.
         """
         self._check_open()
@@ -182,8 +182,9 @@ class StreamedOptimizer(Optimizer):
                     self._done.add(window)
             except WindowIOError as error:
                 error.progress = (
-                    f"step {self._reporter.next_step} has updated {len(self._done)} windows and left "
-                    f"{len(set(order) - self._done)}; call step() again with the same gradients to finish it"
+                    f"step {self._reporter.next_step} has updated {len(self._done)} windows and "
+                    f"left {len(set(order) - self._done)}; call step() again "
+                    "with the same gradients to finish it"
                 )
                 raise
 
@@ -196,11 +197,19 @@ class StreamedOptimizer(Optimizer):
             self._backwards = not self._backwards
         if self._updater.followed:
             names = sorted(self._updater.followed)
-            log.info("%d parameters were written by something else (%s, ...): their masters follow", len(names), names[0])
+            log.info(
+                "%d parameters were written by something else (%s, ...): their masters follow",
+                len(names),
+                names[0],
+            )
             self._updater.followed.clear()
 
     def _make_report(self, num_windows: int) -> None:
-        totals = {**vars(self._stream.counters), "update_s": self._update_s, "total_s": self._total_s}
+        totals = {
+            **vars(self._stream.counters),
+            "update_s": self._update_s,
+            "total_s": self._total_s,
+        }
         self.report = self._reporter.report(num_windows, totals)
 
     def _check_writes(self) -> None:
@@ -212,7 +221,7 @@ class StreamedOptimizer(Optimizer):
             raise
 
     def _order(self, bound: Mapping[int, Bound]) -> list[int]:
-        """Return the windows with gradients; every other scan goes backwards, over what is still in slots."""
+        """Return the windows with gradients; every other scan goes backwards from the last one."""
         active = [
             index
             for index, window in enumerate(self.plan.windows)
@@ -226,12 +235,13 @@ class StreamedOptimizer(Optimizer):
         if len(devices) != 1:
             name = self.plan.params[pieces[0].param].name
             raise ModelChangedError(
-                f"the parameters of the window of {name} are on {sorted(map(str, devices))}, they were on "
-                "one device when the optimizer was wrapped; wrap it after moving the model"
+                f"the parameters of the window of {name} are on {sorted(map(str, devices))}, they "
+                "were on one device when the optimizer was wrapped; wrap it after moving the model"
             )
         return devices.pop()
 
-    # -- parameters -----------------------------------------------------------------------------------
+    # -- parameters
+    # ----------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer and reserve space for its state.
@@ -276,7 +286,9 @@ class StreamedOptimizer(Optimizer):
         """Move what the optimizer has in memory to the store."""
         tensors = [p for group in self.param_groups for p in group["params"]]
         state = {p: dict(self._optimizer.state[p]) for p in tensors if self._optimizer.state.get(p)}
-        params = [self.param_groups[spec.group]["params"][spec.position] for spec in self.plan.params]
+        params = [
+            self.param_groups[spec.group]["params"][spec.position] for spec in self.plan.params
+        ]
         bound = {i: Bound(p, p) for i, p in enumerate(params) if p in state}
         order = self._order(bound)
         devices = {window: self._device(window, bound) for window in order}
@@ -284,14 +296,17 @@ class StreamedOptimizer(Optimizer):
         with torch.no_grad(), contextlib.closing(self._stream.windows(order, devices)) as windows:
             for window, data in windows:
                 self._updater.put(
-                    self.plan.params, self.plan.windows[window], data,
+                    self.plan.params,
+                    self.plan.windows[window],
+                    data,
                     {index: state[b.param] for index, b in bound.items()},
                 )
         self._updater.commit(self.param_groups)
         self._stream.drain()
         self._optimizer.state.clear()
 
-    # -- lifetime -------------------------------------------------------------------------------------
+    # -- lifetime
+    # ----------------------------------------------
 
     def close(self) -> None:
         """Wait for the last writes, end the threads and remove the files. May be called twice."""
@@ -306,12 +321,13 @@ class StreamedOptimizer(Optimizer):
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise ClosedError(
-                "this optimizer is closed and its files are gone; wrap the optimizer again with offload()"
+                "this optimizer is closed and its files are gone; wrap one again with offload()"
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "a streamed optimizer cannot be copied or pickled: its state is in files that one process holds"
+            "a streamed optimizer cannot be copied or pickled: its state is in files that one "
+            "process holds"
         )
 
 

@@ -1,7 +1,7 @@
 """The parameters of an optimizer: what the plan is told of them, and which tensors they are today.
 
-Parameters are bound late, at every step: frameworks swap them or move their storage after wrapping. A
-change is followed when the stored state still fits and is an error when it does not.
+Parameters are bound late, at every step: frameworks swap them or move their storage after wrapping.
+A change is followed when the stored state still fits and is an error when it does not.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
     of_model = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
     names: dict[int, str] = {}
     for g, group in enumerate(groups):
-        own = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
+        own = group.get("param_names") or [
+            f"group{g}.param{i}" for i in range(len(group["params"]))
+        ]
         for param, name in zip(group["params"], own, strict=True):
             names[id(param)] = of_model.get(id(param), name)
     seen: set[str] = set()
     for name in names.values():
         if name in seen:
-            raise ConfigError(f"two parameters are named {name!r}; give every parameter its own name")
+            raise ConfigError(
+                f"two parameters are named {name!r}; give every parameter its own name"
+            )
         seen.add(name)
     return names
 
@@ -64,7 +68,8 @@ class Describer:
         """Return what the plan needs to know of `param_groups[group]["params"][position]`.
 
         Raises:
-            UnsupportedOptimizerError: a complex or sparse form that the rule cannot take, or a DTensor.
+            UnsupportedOptimizerError: a complex or sparse form that the rule cannot take, or a
+            DTensor.
         """
         values = self._optimizer.param_groups[group]
         param = values["params"][position]
@@ -92,7 +97,9 @@ class Describer:
 
     def advances_group(self, group: int) -> bool:
         """Tell whether a step changes the group's own values."""
-        return any(key[0] == group and layout.advances_group for key, layout in self._layouts.items())
+        return any(
+            key[0] == group and layout.advances_group for key, layout in self._layouts.items()
+        )
 
     def _layout(
         self,
@@ -116,8 +123,8 @@ class Describer:
         dtype: torch.dtype,
         states: Sequence[StateTensor],
     ) -> bool:
-        # kernels on bfloat16 and float16 round differently in a vector's tail, so that a slice is not
-        # bit-equal to the whole (SGD, RMSprop, ASGD); with masters they never see those types
+        # kernels on bfloat16 and float16 round differently in a vector's tail, so that a slice is
+        # not bit-equal to the whole (SGD, RMSprop, ASGD); with masters they never see those types
         return (
             param.dim() > 0
             and param.is_contiguous()
@@ -145,8 +152,8 @@ def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
     """Find today's tensor and gradient of every planned parameter that has a gradient.
 
     Raises:
-        ModelChangedError: a parameter is gone, or has another shape or dtype than its state was made for.
-        UnsupportedOptimizerError: a sparse gradient.
+        ModelChangedError: a parameter is gone, or has another shape or dtype than its state was
+        made for. UnsupportedOptimizerError: a sparse gradient.
     """
     bound = {}
     for index, spec in enumerate(specs):
@@ -167,15 +174,16 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
     if tuple(param.shape) != spec.shape or param.dtype != spec.dtype:
         raise ModelChangedError(
             f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
-            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its final shape and dtype"
+            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
+            "final shape and dtype"
         )
 
 
 def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
     if grad.layout != torch.strided:
         raise UnsupportedOptimizerError(
-            f"the gradient of {spec.name} is sparse ({grad.layout}), offload streams dense gradients "
-            "only; use sparse=False in the embedding"
+            f"the gradient of {spec.name} is sparse ({grad.layout}), offload streams dense "
+            "gradients only; use sparse=False in the embedding"
         )
     return grad
 

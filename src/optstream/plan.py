@@ -1,8 +1,8 @@
 """Which tensors go in which window, and what that costs in bytes.
 
-Pure arithmetic: no I/O, no torch.distributed, no tensor is made. Parameters are taken in order until a
-window holds `window_bytes` of stored state. A rule that is elementwise gets flat slices, so that one huge
-parameter does not break the bound; any other rule gets whole parameters.
+Pure arithmetic: no I/O, no torch.distributed, no tensor is made. Parameters are taken in order
+until a window holds `window_bytes` of stored state. A rule that is elementwise gets flat slices, so
+that one huge parameter does not break the bound; any other rule gets whole parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SLICE = 2**20
 """Elements. Temporaries of a slice stay in the processor's cache and out of the memory bound."""
 
 EXTENT_ALIGNMENT = 64
-"""Bytes, as torch's own allocations: a matrix product may depend on the alignment of its operands."""
+"""Bytes, as torch's own allocations: a matrix product may depend on its operands' alignment."""
 
 PAGE_BYTES = 4096
 OVERHEAD_BYTES = 32 * 2**20
@@ -220,7 +220,7 @@ class Plan:
 
     @cached_property
     def read_bytes_per_step(self) -> int:
-        """Mean of two steps: the scan alternates, and what ends a step in the slots starts the next."""
+        """Mean of two steps: scans alternate, and what ends one in the slots starts the next."""
         if self.in_place:
             return 0
         kept = self.num_slots
@@ -346,8 +346,8 @@ def _report_large_windows(
     largest = max(large, key=lambda window: window.state_bytes)
     name = params[largest.pieces[0].param - first].name
     log.warning(
-        "%d of the windows exceed window=%s because a parameter is updated as a whole; the largest is "
-        "%s (%s); memory is planned for it",
+        "%d of the windows exceed window=%s because a parameter is updated as a whole; the "
+        "largest is %s (%s); memory is planned for it",
         len(large),
         format_bytes(window_bytes),
         format_bytes(largest.state_bytes),

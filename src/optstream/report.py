@@ -22,20 +22,19 @@ log = logging.getLogger("optstream")
 class StepReport:
     """Measured figures of one step.
 
-    Bytes count when their transfer is through: the last writes of a step drain behind the next forward and
-    count in the next step's report, so the sum over steps is exact and a single report may differ from
-    `plan` by the windows in flight.
+    Bytes count when their transfer is through: the last writes of a step drain behind the next
+    forward and count in the next step's report, so the sum over steps is exact and a single report
+    may differ from `plan` by the windows in flight.
 
     Attributes:
         step: 1 for the first step after wrapping.
         rank: of this process.
         num_windows: windows updated; those without gradients are not.
         read_bytes, written_bytes: moved from and to the drive since the last report.
-        read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a write.
-        update_s: time in the optimizer's own step, casts and copies to the parameters (host side).
-        total_s: time in `step()`.
-        anon_bytes, file_bytes: of this process, at the end of the step.
-        limit_bytes: the smallest memory limit of its cgroups; None without one.
+        read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
+        write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
+        side). total_s: time in `step()`. anon_bytes, file_bytes: of this process, at the end of the
+        step. limit_bytes: the smallest memory limit of its cgroups; None without one.
     """
 
     step: int
@@ -79,7 +78,7 @@ class Reporter:
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
-                self._file = Path(metrics).open("a", encoding="utf-8")
+                self._file = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
                 raise ConfigError(
                     f"cannot write metrics to {os.fspath(metrics)}: {error.strerror}; "

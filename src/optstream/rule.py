@@ -1,8 +1,8 @@
 """What we know of an optimizer's rule: whether it can be streamed, and whether it can be sliced.
 
 Streaming updates parameters apart from each other, so the rule must not look from one parameter at
-another. torch's own optimizers are known; any other is tried on a few small parameters, together and
-apart, and must give the same bits.
+another. torch's own optimizers are known; any other is tried on a few small parameters, together
+and apart, and must give the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from optstream.errors import UnsupportedOptimizerError
 from optstream.layout import Shell, hyperparameters
 
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop")
-_ELEMENTWISE += ("Rprop", "ASGD")
+_ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+_ELEMENTWISE = (*_ADAMS, "SGD", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 _PER_PARAMETER = ("Adafactor", "Muon")
 _TRIAL_STEPS = 3
 _TRIAL_EDGE = 8
@@ -41,8 +41,8 @@ PER_PARAMETER = _torch_classes(_PER_PARAMETER)
 def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Tell whether the rule may be applied to any flat slice of a parameter of this group.
 
-    A class says so itself with a method `is_elementwise(group) -> bool`; torch's own are known by their
-    exact class (a subclass may do anything). What is not known is taken as whole parameters.
+    A class says so itself with a method `is_elementwise(group) -> bool`; torch's own are known by
+    their exact class (a subclass may do anything). What is not known is taken as whole parameters.
     """
     own = getattr(optimizer, "is_elementwise", None)
     if own is not None:
@@ -54,7 +54,8 @@ def check_optimizer(optimizer: object) -> None:
     """Refuse what cannot be streamed.
 
     Raises:
-        UnsupportedOptimizerError: not a torch optimizer, needs a closure, wants sparse gradients, or lets
+        UnsupportedOptimizerError: not a torch optimizer, needs a closure, wants sparse gradients,
+        or lets
             one parameter's update depend on another's.
     """
     name = type(optimizer).__name__
@@ -67,13 +68,13 @@ def check_optimizer(optimizer: object) -> None:
         raise UnsupportedOptimizerError(f"this {name} is offloaded already; use it as it is")
     if _needs_closure(optimizer):
         raise UnsupportedOptimizerError(
-            f"{name} cannot be offloaded: it evaluates a closure several times a step and its state spans "
-            "all parameters; use it without offload"
+            f"{name} cannot be offloaded: it evaluates a closure several times a step and its "
+            "state spans all parameters; use it without offload"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedOptimizerError(
-            f"{name} cannot be offloaded: it updates the few rows that a sparse gradient names, while "
-            "streaming moves whole windows; use AdamW with dense gradients"
+            f"{name} cannot be offloaded: it updates the few rows that a sparse gradient names, "
+            "while streaming moves whole windows; use AdamW with dense gradients"
         )
     if type(optimizer) not in ELEMENTWISE | PER_PARAMETER and not hasattr(
         optimizer, "is_elementwise"
@@ -95,22 +96,22 @@ def _check_independence(optimizer: Optimizer) -> None:
             apart = _trial(optimizer, _small_groups(optimizer), apart=True)
     except Exception as error:
         log.warning(
-            "cannot try %s on small parameters (%r), so it is not known whether one parameter's update "
-            "depends on another's; if it does, results differ from the plain optimizer's",
+            "cannot try %s on small parameters (%r), so it is not known whether one parameter's "
+            "update depends on another's; if it does, results differ from the plain optimizer's",
             name,
             error,
         )
         return
     if not all(torch.equal(a, b) for a, b in zip(together, apart, strict=True)):
         raise UnsupportedOptimizerError(
-            f"{name} cannot be offloaded: one parameter's update depends on other parameters or on random "
-            "numbers (a global norm, a shared step size), and streaming sees a few parameters at a time; "
-            "use it without offload"
+            f"{name} cannot be offloaded: one parameter's update depends on other parameters or on "
+            "random numbers (a global norm, a shared step size), and streaming sees a few "
+            "parameters at a time; use it without offload"
         )
 
 
 def _small_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups with up to two small real parameters each, of the dimensions they really have."""
+    """Return the groups with two small real parameters each, of dimensions they really have."""
     generator = torch.Generator().manual_seed(0)
     groups = []
     for group in optimizer.param_groups:

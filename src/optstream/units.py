@@ -29,8 +29,8 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return a size in bytes.
 
     Args:
-        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "500MB" (decimal), "64M" (binary).
-        name: what the size is for, named in the error.
+        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "500MB" (decimal), "64M"
+        (binary). name: what the size is for, named in the error.
 
     Raises:
         ConfigError: not a size, negative, or not a whole number of bytes.

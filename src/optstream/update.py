@@ -1,12 +1,12 @@
 """Run any torch optimizer on one window.
 
-For a window the optimizer's `param_groups` hold only proxies of that window's parameters and its `state`
-holds views into the window's buffer; then its own step runs. A proxy of a float32 parameter shares the
-parameter's storage; the proxy of a bfloat16/float16 parameter is its float32 master in the buffer, which
-is copied to the parameter afterwards.
+For a window the optimizer's `param_groups` hold only proxies of that window's parameters and its
+`state` holds views into the window's buffer; then its own step runs. A proxy of a float32 parameter
+shares the parameter's storage; the proxy of a bfloat16/float16 parameter is its float32 master in
+the buffer, which is copied to the parameter afterwards.
 
-What a parameter keeps in memory between steps (counters, Python values) changes only in `commit`, when
-all windows are through: every slice of a parameter starts a step from the same values.
+What a parameter keeps in memory between steps (counters, Python values) changes only in `commit`,
+when all windows are through: every slice of a parameter starts a step from the same values.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _Job:
 class Updater:
     """Updates windows of a plan with the wrapped optimizer.
 
-    Ordering: `update` for each window in any order, then `commit` once. Until then a repeated `update` of
-    a window that failed starts from the same counters.
+    Ordering: `update` for each window in any order, then `commit` once. Until then a repeated
+    `update` of a window that failed starts from the same counters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -116,7 +116,8 @@ class Updater:
         """Put given states, as a plain optimizer keeps them, into a window.
 
         Raises:
-            StateChangedError: a tensor that does not fit what the optimizer keeps for its parameter.
+            StateChangedError: a tensor that does not fit what the optimizer keeps for its
+            parameter.
         """
         for piece in window.pieces:
             if piece.param not in states:
@@ -130,8 +131,8 @@ class Updater:
                 part = _part(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
-                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not what the "
-                        "optimizer keeps for this parameter; it cannot be streamed"
+                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not what "
+                        "the optimizer keeps for this parameter; it cannot be streamed"
                     )
                 views[key].copy_(part)
                 record.stored |= {key}
@@ -140,8 +141,9 @@ class Updater:
         """Make the counters of this step the current ones.
 
         Args:
-            groups: the public param_groups; values that the optimizer itself advances are put there.
-            advancing: groups whose values a step changes even where no parameter has a gradient.
+            groups: the public param_groups; values that the optimizer itself advances are put
+            there. advancing: groups whose values a step changes even where no parameter has a
+            gradient.
         """
         for index in advancing:
             if index not in self._group_values:
@@ -266,10 +268,10 @@ class Updater:
 
 
 def follow_parameter(master: Tensor, param: Tensor) -> bool:
-    """Take into the master what something else wrote into its parameter; tell whether there was any.
+    """Take into the master what something else wrote into its parameter; tell if there was any.
 
-    Where the parameter still is the master's rounded value the master keeps its lower bits, so a weight
-    that was swapped out and back (EMA, evaluation) loses nothing.
+    Where the parameter still is the master's rounded value the master keeps its lower bits, so a
+    weight that was swapped out and back (EMA, evaluation) loses nothing.
     """
     changed = False
     for part, written in zip(_chunks(master), _chunks(param), strict=True):

@@ -1,8 +1,8 @@
 """The contract of a store: where windows live between two uses.
 
-A store knows windows as numbered byte ranges; what the bytes mean is the plan's business, and when they
-move is the stream's. All methods are synchronous and may be called from several threads at once for
-different byte ranges; a store starts no thread.
+A store knows windows as numbered byte ranges; what the bytes mean is the plan's business, and when
+they move is the stream's. All methods are synchronous and may be called from several threads at once
+for different byte ranges; a store starts no thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class WindowFile:
     """What a store must hold for one window.
 
     Attributes:
-        header: the safetensors header, padded to a multiple of PAGE_BYTES; written once, when reserved.
+        header: the safetensors header, padded to a multiple of PAGE_BYTES; written when reserved.
         data_bytes: size of the data behind it, a multiple of PAGE_BYTES.
     """
 
@@ -63,19 +63,19 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
-        """Store `buffer` at `offset` of the window's data; whole, or an error. Arguments as in `read`.
+        """Store `buffer` at `offset` of the window's data; whole, or an error; arguments as in `read`.
 
         Raises:
             WindowWriteError: with file, offset, bytes and errno; `buffer` is untouched.
         """
 
     def view(self, window: int) -> memoryview:
-        """Return the window's data itself (only where `in_place`), writable, valid until `close`."""
+        """Return the window's data itself (where `in_place`), writable, valid until `close`."""
         raise AssertionError(f"{type(self).__name__} has no windows in place")
 
     @property
     def num_drives(self) -> int:
-        """Number of places that transfer independently of each other (each gets threads of its own)."""
+        """Number of places that transfer independently of each other; each gets its own threads."""
         return 1
 
     def drive(self, window: int) -> int:

@@ -1,4 +1,4 @@
-"""Windows on their way between the store and the update: the only room with threads or device streams."""
+"""Windows between the store and the update: the only room with threads or device streams."""
 
 from optstream.stream.pipeline import Stream
 

@@ -1,7 +1,8 @@
 """How a window gets from its host buffer to where the update runs, and back.
 
-What differs between a CPU and an accelerator is this one class. The waits it offers are all there are: the
-parity tests run with a lane that copies late, on another thread, and fills buffers with NaN until it has.
+What differs between a CPU and an accelerator is this one class. The waits it offers are all there
+are: the parity tests run with a lane that copies late, on another thread, and fills buffers with
+NaN until it has.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ Wait = Callable[[], None]
 
 
 class Lane(ABC):
-    """Copies windows of one device; used by the thread that steps, in the order load, update, unload."""
+    """Copies windows of one device; the thread that steps calls load, wait_loaded, unload."""
 
     @abstractmethod
     def load(self, host: Tensor) -> Tensor:
-        """Start copying a window to the device; return where it will be (uint8, as long as `host`)."""
+        """Start copying a window to the device; return where it will be (uint8, like `host`)."""
 
     @abstractmethod
     def wait_loaded(self) -> None:

@@ -1,17 +1,18 @@
 """Read-ahead, update and write-behind, overlapped.
 
-The thread that steps asks for windows in an order and gets them one after another; a few threads a drive
-move pieces of other windows meanwhile. `_pump` starts reads into every slot that may be taken, whenever
-something changes: when the scan moves on and when a write is through.
+The thread that steps asks for windows in an order and gets them one after another; a few threads a
+drive move pieces of other windows meanwhile. `_pump` starts reads into every slot that may be
+taken, whenever something changes: when the scan moves on and when a write is through.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from optstream.stream import lane as lanes
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
 
 PIECE_BYTES = 8 * 2**20
-"""Bytes of one transfer; 4 to 16 MiB reach the drive's limit with 2 to 4 threads (benchmarks/step.py)."""
+"""Of one transfer; 4 to 16 MiB reach the drive's limit with 2 to 4 threads (benchmarks/step.py)."""
 
 
 @dataclass
@@ -74,15 +75,16 @@ class Stream:
 
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Generator[tuple[int, Tensor], None, None]:
         """Yield each window with its data (uint8, on its device), to be updated in place.
 
-        A window is written once the caller asks for the next one. Close the generator (contextlib.closing)
-        so that a window whose update failed is not written.
+        A window is written once the caller asks for the next one. Close the generator
+        (contextlib.closing) so that a window whose update failed is not written.
 
         Raises:
             WindowReadError: the window cannot be read; nothing of it was changed.
-            WindowWriteError: before the first window, if an earlier write still fails, or as soon as
+            WindowWriteError: before the first window, if an earlier write still fails, or as soon
+            as
                 slots run out; else see `check`. What could not be written stays in its slot.
         """
         if self._plan.in_place:
@@ -107,7 +109,7 @@ class Stream:
 
     def _windows_in_place(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Generator[tuple[int, Tensor], None, None]:
         unloaded: list[lanes.Wait] = []
         for window in order:
             host = self._view(window)
@@ -120,7 +122,7 @@ class Stream:
             wait()
 
     def forget(self, windows: Iterable[int]) -> None:
-        """Take these windows as never stored: the next update starts from zeros and reads nothing."""
+        """Take windows as never stored: the next update starts from zeros and reads nothing."""
         self._stored.difference_update(windows)
 
     def drain(self) -> None:
@@ -140,7 +142,8 @@ class Stream:
         self._pools, self._lanes = [], {}
         self._store.close()
 
-    # -- the scan -------------------------------------------------------------------------------------
+    # -- the scan
+    # ----------------------------------------------
 
     def _look_ahead(self, order: Sequence[int]) -> None:
         with self._changed:
@@ -200,7 +203,8 @@ class Stream:
             else:
                 slot.state = SlotState.READY
 
-    # -- transfers ------------------------------------------------------------------------------------
+    # -- transfers
+    # ----------------------------------------------
 
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
         with self._changed:
@@ -271,7 +275,7 @@ class Stream:
                     assert slot.window is not None
                     self._write_errors.pop(slot.window, None)
                     self._write(slot, slot.window, lanes.nothing)
-                    self._changed.wait_for(lambda slot=slot: slot.state is not SlotState.WRITING)
+                    self._changed.wait_for(partial(_is_written, slot))
         self.check()
 
     def check(self) -> None:
@@ -280,7 +284,8 @@ class Stream:
             if self._write_errors:
                 raise next(iter(self._write_errors.values()))
 
-    # -- buffers --------------------------------------------------------------------------------------
+    # -- buffers
+    # ----------------------------------------------
 
     def _view(self, window: int) -> Tensor:
         memory = self._store.view(window)
@@ -303,3 +308,7 @@ class Stream:
         for unpin in self._unpin:
             unpin()
         self._unpin, self._slots = [], []
+
+
+def _is_written(slot: Slot) -> bool:
+    return slot.state is not SlotState.WRITING

@@ -5,7 +5,8 @@
                ▼           │                   ▼
              FREE ─────────┘                 DIRTY ──► WRITING (retried) or BUSY
 
-A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the only copy.
+A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the
+only copy.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ def holding(slots: Sequence[Slot], window: int) -> Slot | None:
 
 
 def choose(slots: Sequence[Slot], window: int, next_use: Mapping[int, int]) -> Slot | None:
-    """Return the slot to take for `window`: a free one, or the one needed last of those needed later.
+    """Return the slot to take for `window`: a free one, or of those needed later the last.
 
     Args:
-        next_use: position of each window that is still to come in this scan. Scans alternate, so of the
+        next_use: position of each window that is still to come in this scan. Scans alternate, so of
+        the
             windows that are through the one updated first is needed last.
     """
     free = next((slot for slot in slots if slot.state is SlotState.FREE), None)

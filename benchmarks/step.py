@@ -1,0 +1,190 @@
+"""How fast is a step? Against the drive alone, against no overlap, against memory, over sizes.
+
+    python benchmarks/step.py DIR                     # AdamW (fused) and SGD, 4 GiB of state
+    python benchmarks/step.py DIR --state 8GiB --windows 64MiB 256MiB --threads 1 2 4 8
+    python benchmarks/step.py DIR --only memory       # store="memory" against the plain optimizer
+    python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
+
+Ratios are of medians over rounds of one run in which the contestants take turns (A B C A B C ...):
+drives and machines are shared and their speed drifts.
+
+    step      `step()` as users call it, and the drain of its last writes
+    drive     the same windows read and written by the same threads, no update at all
+    serial    the same windows one after another: read, update, write, nothing overlapped
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import optstream
+from optstream.optimizer import StreamedOptimizer
+from optstream.params import bind
+from optstream.stream.pipeline import PIECE_BYTES
+from optstream.stream.slots import allocate
+from optstream.units import format_bytes, parse_bytes
+
+STATE_BYTES_PER_PARAM = {"adamw": 8, "sgd": 4}
+Timed = dict[str, list[float]]
+
+
+def make_params(num_params: int, tensors: int = 16) -> list[torch.nn.Parameter]:
+    """Return float32 parameters with gradients, touched, of about `num_params` elements in all."""
+    params = []
+    for _ in range(tensors):
+        param = torch.nn.Parameter(torch.full((num_params // tensors // 1024, 1024), 0.5))
+        param.grad = torch.full_like(param, 1e-3)
+        params.append(param)
+    return params
+
+
+def make_optimizer(name: str, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(params, lr=1e-4, fused=True)
+    return torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Contest:
+    """One streamed optimizer, stepped in three ways."""
+
+    def __init__(self, streamed: StreamedOptimizer, io_threads: int) -> None:
+        self.streamed = streamed
+        self.pool = ThreadPoolExecutor(io_threads)
+        self.slot = allocate(streamed.plan.slot_bytes)
+
+    def step(self) -> None:
+        self.streamed.step()
+        self.streamed._stream.drain()
+
+    def drive(self) -> None:
+        updater = self.streamed._updater
+        update, updater.update = updater.update, lambda *args: None
+        try:
+            self.step()
+        finally:
+            updater.update = update
+
+    def serial(self) -> None:
+        streamed = self.streamed
+        bound = bind(streamed.plan.params, streamed.param_groups)
+        with torch.no_grad():
+            for index, window in enumerate(streamed.plan.windows):
+                self._move(streamed._store.read, index, window.data_bytes)
+                data = self.slot.tensor[: window.data_bytes]
+                streamed._updater.update(streamed.plan, window, data, bound)
+                self._move(streamed._store.write, index, window.data_bytes)
+        streamed._updater.commit(streamed.param_groups)
+
+    def _move(self, transfer: Callable[..., None], window: int, num_bytes: int) -> None:
+        offsets = range(0, num_bytes, PIECE_BYTES)
+        ends = [min(offset + PIECE_BYTES, num_bytes) for offset in offsets]
+        pieces = [self.slot.memory[a:b] for a, b in zip(offsets, ends, strict=True)]
+        list(self.pool.map(transfer, [window] * len(ends), offsets, pieces))
+
+
+def run_rounds(contestants: dict[str, Callable[[], object]], rounds: int) -> Timed:
+    for call in contestants.values():
+        call()
+    seconds: Timed = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, call in contestants.items():
+            seconds[name].append(timed(call))
+    return seconds
+
+
+def against_drive(args: argparse.Namespace, name: str, window: str, threads: int) -> None:
+    params = make_params(parse_bytes(args.state) // STATE_BYTES_PER_PARAM[name])
+    with contextlib.closing(
+        optstream.offload(
+            make_optimizer(name, params), args.directory, window=window, io_threads=threads
+        )
+    ) as streamed:
+        streamed.step()
+        contest = Contest(streamed, threads)
+        seconds = run_rounds(
+            {"step": contest.step, "drive": contest.drive, "serial": contest.serial}, args.rounds
+        )
+        median = {key: statistics.median(values) for key, values in seconds.items()}
+        moved = streamed.plan.read_bytes_per_step + streamed.plan.written_bytes_per_step
+        print(
+            f"{name:6} {window:>7} {threads:7} {streamed.plan.num_windows:8} "
+            f"{median['step']:7.2f} {moved / median['step'] / 1e9:6.2f} "
+            f"{median['drive'] / median['step']:11.2f} {median['serial'] / median['step']:12.2f}",
+            flush=True,
+        )
+
+
+def against_memory(args: argparse.Namespace) -> None:
+    """Time store="memory" against the plain optimizer's own step."""
+    num_params = 100 * 2**20
+    plain = make_optimizer("adamw", make_params(num_params))
+    streamed = optstream.offload(
+        make_optimizer("adamw", make_params(num_params)), args.directory, store="memory"
+    )
+    seconds = run_rounds({"memory": streamed.step, "plain": plain.step}, max(args.rounds, 15))
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    print(
+        f'store="memory" / plain AdamW (fused), {num_params} parameters: '
+        f"{median['memory'] / median['plain']:.3f} ({median['plain']:.3f} s)"
+    )
+
+
+def linear(args: argparse.Namespace) -> None:
+    """Time the step for 1, 2, 4 and 8 times the state."""
+    base = parse_bytes(args.state) // 8
+    contests = {}
+    for times in (1, 2, 4, 8):
+        params = make_params(base * times // STATE_BYTES_PER_PARAM["adamw"])
+        streamed = optstream.offload(
+            make_optimizer("adamw", params), args.directory, window="32MiB"
+        )
+        streamed.step()
+        contests[f"{times}"] = Contest(streamed, 4)
+    seconds = run_rounds({key: contest.step for key, contest in contests.items()}, args.rounds)
+    first = statistics.median(seconds["1"])
+    for key, values in seconds.items():
+        print(
+            f"{format_bytes(base * int(key)):>10} of state: {statistics.median(values):6.2f} s, "
+            f"{statistics.median(values) / first:5.2f} times the first"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", help="a directory on the drive to measure")
+    parser.add_argument("--state", default="4GiB")
+    parser.add_argument("--optimizers", nargs="+", default=["adamw", "sgd"])
+    parser.add_argument("--windows", nargs="+", default=["64MiB", "128MiB", "256MiB"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["drive", "memory", "linear"])
+    args = parser.parse_args()
+    if args.only in (None, "drive"):
+        print(
+            "rule    window threads  windows  step s   GB/s  step/drive  step/serial (throughput)"
+        )
+        for name in args.optimizers:
+            for window in args.windows:
+                for threads in args.threads:
+                    against_drive(args, name, window, threads)
+    if args.only in (None, "memory"):
+        against_memory(args)
+    if args.only in (None, "linear"):
+        linear(args)
+
+
+if __name__ == "__main__":
+    main()
