@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,29 @@ def test_a_sequence_longer_than_the_model_takes_is_refused(command, text, model_
     outcome = command(*argv, "--store", "none")
     assert outcome.code == 1
     assert "takes 32 tokens" in outcome.err
+
+
+def test_a_model_directory_that_lacks_weights_is_refused(command, text, model_directory, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    partial = shutil.copytree(model_directory, tmp_path / "partial")
+    weights = load_file(partial / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    outcome = command("train", "--text", text, *SHORT, "--model", partial, "--store", "none")
+    assert outcome.code == 1
+    assert "lacks 1 weights of its model, transformer.h.1.mlp.c_fc.weight" in outcome.err
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(command, text, model_directory, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    wrong = shutil.copytree(model_directory, tmp_path / "wrong")
+    config = GPT2Config(vocab_size=100, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(wrong)
+    outcome = command("train", "--text", text, *SHORT, "--model", wrong, "--store", "none")
+    assert outcome.code == 1
+    assert "has 129 entries, the model's embedding only 100" in outcome.err
 
 
 def test_a_model_directory_without_tokenizer_is_refused(command, text, model_directory, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +118,9 @@ def _smollm2_file() -> Path:
 
 def _smollm2() -> LanguageModel:
     file = _smollm2_file()
-    # the quantised weights are expanded to float32; nothing of the quantiser is used afterwards
-    return _from_pretrained(file.parent, gguf_file=file.name)
+    # the weights are expanded to float32 behind a progress bar that cannot be turned off
+    with contextlib.redirect_stderr(io.StringIO()):
+        return _from_pretrained(file.parent, gguf_file=file.name)
 
 
 def _check_directory(path: Path) -> None:
@@ -136,13 +139,33 @@ def _from_directory(path: Path) -> LanguageModel:
 
 
 def _from_pretrained(path: Path, **options: Any) -> LanguageModel:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     options["local_files_only"] = True
     try:
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, **options
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{path} holds no causal language model: {_first_line(error)}") from error
+    module, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigError(
+            f"{path} lacks {len(missing)} weights of its model, {missing[0]} for one; give a "
+            "directory that save_pretrained wrote in full"
+        )
+    tokenizer = _tokenizer(path, module, options)
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
+
+    return LanguageModel(module, encode, pretrained=True)
+
+
+def _tokenizer(path: Path, module: Any, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -155,19 +178,13 @@ def _from_pretrained(path: Path, **options: Any) -> LanguageModel:
         raise ConfigError(
             f"{path} holds no tokenizer; save it there with tokenizer.save_pretrained"
         )
-    embedding: Any = module.get_input_embeddings()
-    num_embeddings = embedding.weight.shape[0]
+    num_embeddings = module.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_embeddings:
         raise ConfigError(
             f"the tokenizer in {path} has {len(tokenizer)} entries, the model's embedding only "
             f"{num_embeddings}; save the two that belong together"
         )
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return ids
-
-    return LanguageModel(module, encode, pretrained=True)
+    return tokenizer
 
 
 def _first_line(error: BaseException) -> str:

@@ -127,7 +127,7 @@ def _steps(
         start = time.perf_counter()
         batch = data.batch(config.seed, step, batch_size=config.batch_size, seq_len=config.seq_len)
         loss = _loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(params, _MAX_GRAD_NORM)
         if not math.isfinite(loss.item()):
             raise OffloadError(f"the loss is {loss.item()} at step {step + 1}; give a smaller --lr")
