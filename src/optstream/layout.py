@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optstream.errors import UnsupportedOptimizerError
-from optstream.plan import StateTensor
+from optstream.plan import StateTensor, Temporaries
 
 ItemValue = bool | int | float
 
@@ -32,14 +32,14 @@ class Layout:
 
     Attributes:
         tensors: what goes into windows, in the optimizer's own order.
-        batched: temporaries of all parameters in one call live at the same time.
+        temporaries: which of a call's temporaries live at the same time.
         first_bytes: peak of allocations in the first update, the new state included.
         temporary_bytes: peak of allocations in a later update.
         advances_group: the step changes the group's own values (a counter), not only the state.
     """
 
     tensors: tuple[StateTensor, ...]
-    batched: bool
+    temporaries: Temporaries
     first_bytes: int
     temporary_bytes: int
     advances_group: bool
@@ -126,11 +126,14 @@ class _Probe:
         _, _, later_of_four = self._two_steps(group, device, 4)
         kept = shell.state[shell.groups[0]["params"][0]]
         tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
-        # a loop may still hold one parameter's temporaries while it makes the next one's: at most
-        # twice
-        batched = later_of_four > 3 * later
         advances = bool(changed_values(group, shell.groups[0]))
-        return Layout(tensors, batched, first, later if batched else later_of_four, advances)
+        if fused:
+            state_bytes = sum(tensor.num_bytes for tensor in tensors)
+            return Layout(tensors, Temporaries.NONE, state_bytes, 0, advances)
+        # a loop may still hold one parameter's temporaries while it makes the next one's
+        if later_of_four > 3 * later:
+            return Layout(tensors, Temporaries.BATCHED, first, later, advances)
+        return Layout(tensors, Temporaries.ONE, first, later_of_four, advances)
 
     def _two_steps(self, group: dict[str, Any], device: str, count: int) -> tuple[Shell, int, int]:
         params = [self._param(device) for _ in range(count)]

@@ -90,7 +90,7 @@ class Describer:
             device=str(param.device),
             states=states,
             elementwise=self._can_slice(values, param, dtype, states),
-            batched=layout.batched,
+            temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
         )

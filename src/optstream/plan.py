@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import torch
@@ -27,8 +28,8 @@ SLICE_ALIGNMENT = 4096
 """Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
 multiples of this (tests/parity/test_slices.py)."""
 
-MAX_SLICE = 2**20
-"""Elements. Temporaries of a slice stay in the processor's cache and out of the memory bound."""
+MAX_TILE = 2**20
+"""Elements updated at once; temporaries stay in the processor's cache and out of the bound."""
 
 EXTENT_ALIGNMENT = 64
 """Bytes, as torch's own allocations: a matrix product may depend on its operands' alignment."""
@@ -60,6 +61,17 @@ class StateTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Temporaries(Enum):
+    """What one call of an optimizer's step allocates besides state."""
+
+    NONE = "none"
+    """Fused kernels: nothing."""
+    ONE = "one"
+    """A loop over parameters: what one of them needs, so that small tiles make it small."""
+    BATCHED = "batched"
+    """foreach: what all parameters of the call need."""
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """What the plan needs to know of a parameter.
@@ -70,7 +82,7 @@ class ParamSpec:
         shape, dtype, device: of the parameter itself.
         states: its streamed tensors.
         elementwise: flat slices of it may be updated by themselves.
-        batched: the rule makes temporaries for all parameters of a call at once (foreach).
+        temporaries: which temporaries of an update live at the same time.
         first_bytes: peak of what the first update allocates, the new state included.
         temporary_bytes: peak of what any later update allocates.
     """
@@ -83,7 +95,7 @@ class ParamSpec:
     device: str
     states: tuple[StateTensor, ...]
     elementwise: bool
-    batched: bool = False
+    temporaries: Temporaries = Temporaries.ONE
     first_bytes: int = 0
     temporary_bytes: int = 0
 
@@ -98,6 +110,12 @@ class ParamSpec:
     @property
     def state_bytes(self) -> int:
         return sum(state.num_bytes for state in self.states)
+
+    @property
+    def max_tile(self) -> int:
+        """Elements of it that are updated at once: tiles only help rules that go one by one."""
+        tiled = self.elementwise and self.temporaries is Temporaries.ONE
+        return MAX_TILE if tiled else self.numel
 
 
 @dataclass(frozen=True)
@@ -131,9 +149,6 @@ class Piece:
     @property
     def numel(self) -> int:
         return self.stop - self.start
-
-    def extent(self, key: str) -> Extent | None:
-        return next((extent for extent in self.extents if extent.key == key), None)
 
 
 @dataclass(frozen=True)
@@ -239,10 +254,12 @@ class Plan:
         batched = sequential = first = 0
         for piece in window.pieces:
             spec = self.params[piece.param]
-            share = piece.numel / max(1, spec.numel)
+            share = min(piece.numel, spec.max_tile) / max(1, spec.numel)
             temporary = math.ceil(spec.temporary_bytes * share)
-            batched += temporary if spec.batched else 0
-            sequential = max(sequential, 0 if spec.batched else temporary)
+            if spec.temporaries is Temporaries.BATCHED:
+                batched += temporary
+            else:
+                sequential = max(sequential, temporary)
             first = max(first, math.ceil(spec.first_bytes * share))
         return max(batched + sequential, first)
 
@@ -286,7 +303,7 @@ class _WindowBuilder:
         if spec.elementwise:
             yield from self._add_slices(index, spec)
         else:
-            if self.pieces and self._end_with(spec, spec.numel) > self.window_bytes:
+            if self.pieces and self.end + spec.state_bytes > self.window_bytes:
                 yield from self.finish()
             self._place(index, spec, 0, spec.numel, whole=True)
 
@@ -298,7 +315,7 @@ class _WindowBuilder:
     def _add_slices(self, index: int, spec: ParamSpec) -> Iterator[Window]:
         start = 0
         while True:
-            stop = start + self._room(spec, spec.numel - start)
+            stop = start + self._room(spec, start)
             if stop < min(start + SLICE_ALIGNMENT, spec.numel) and self.pieces:
                 yield from self.finish()
                 continue
@@ -308,33 +325,38 @@ class _WindowBuilder:
             if start >= spec.numel:
                 return
 
-    def _room(self, spec: ParamSpec, wanted: int) -> int:
-        """Elements of a slice that still fit: `wanted`, or a multiple of SLICE_ALIGNMENT."""
+    def _room(self, spec: ParamSpec, start: int) -> int:
+        """Return how many elements from `start` fit: all, or a multiple of SLICE_ALIGNMENT."""
+        rest = spec.numel - start
+        if self._end_with(spec, start, spec.numel) <= self.window_bytes:
+            return rest
         element_bytes = sum(state.dtype.itemsize for state in spec.states)
-        if element_bytes == 0:
-            return min(wanted, MAX_SLICE)
-        gaps = len(spec.states) * EXTENT_ALIGNMENT
-        free = max(0, (self.window_bytes - self.end - gaps) // element_bytes)
-        if free < wanted:
-            free = free // SLICE_ALIGNMENT * SLICE_ALIGNMENT
-        return min(free, wanted, MAX_SLICE)
+        free = max(0, self.window_bytes - aligned(self.end, PAGE_BYTES)) // element_bytes
+        return free // SLICE_ALIGNMENT * SLICE_ALIGNMENT
 
-    def _end_with(self, spec: ParamSpec, numel: int) -> int:
-        """Where the window would end with this parameter whole."""
+    def _end_with(self, spec: ParamSpec, start: int, stop: int) -> int:
+        """Return where the window would end with these elements of a parameter."""
+        alignment = _alignment(spec, start, stop)
         end = self.end
         for state in spec.states:
-            end = aligned(end, EXTENT_ALIGNMENT) + state.num_bytes
+            end = aligned(end, alignment) + (stop - start) * state.dtype.itemsize
         return end
 
     def _place(self, index: int, spec: ParamSpec, start: int, stop: int, whole: bool) -> None:
+        alignment = _alignment(spec, start, stop)
         extents = []
         for state in spec.states:
             shape, stride = (state.shape, state.stride) if whole else ((stop - start,), (1,))
             num_bytes = math.prod(shape) * state.dtype.itemsize
-            offset = aligned(self.end, EXTENT_ALIGNMENT)
+            offset = aligned(self.end, alignment)
             extents.append(Extent(state.key, shape, stride, state.dtype, offset, num_bytes))
             self.end = offset + num_bytes
         self.pieces.append(Piece(index, start, stop, whole, tuple(extents)))
+
+
+def _alignment(spec: ParamSpec, start: int, stop: int) -> int:
+    """Return where extents may start; slices on pages, so that a whole can be mapped from them."""
+    return EXTENT_ALIGNMENT if stop - start == spec.numel else PAGE_BYTES
 
 
 def _report_large_windows(

@@ -6,7 +6,7 @@ shares the parameter's storage; the proxy of a bfloat16/float16 parameter is its
 the buffer, which is copied to the parameter afterwards.
 
 What a parameter keeps in memory between steps (counters, Python values) changes only in `commit`,
-when all windows are through: every slice of a parameter starts a step from the same values.
+when all windows are through: every tile of a parameter starts a step from the same values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from optstream.params import Bound
 from optstream.plan import (
     EXTENT_ALIGNMENT,
     MASTER,
-    MAX_SLICE,
+    MAX_TILE,
     Extent,
     ParamSpec,
     Piece,
@@ -48,7 +48,7 @@ class Record:
     Attributes:
         stored: keys whose tensors in the window are valid.
         kept: counters and Python values.
-        unplanned: tensors the layout did not foresee, by the start of their slice.
+        unplanned: tensors the layout did not foresee, by the start of their tile.
     """
 
     stored: frozenset[str] = frozenset()
@@ -58,10 +58,11 @@ class Record:
 
 @dataclass(eq=False)
 class _Job:
-    """One piece, ready for the optimizer."""
+    """A tile of a piece (`start`: in the flat parameter), ready for the optimizer."""
 
-    piece: Piece
     spec: ParamSpec
+    param: int
+    start: int
     target: Tensor
     proxy: nn.Parameter
     state: dict[str, Any]
@@ -96,9 +97,12 @@ class Updater:
         """
         scratch = self._gradient_scratch(plan, window, bound)
         jobs = [
-            self._job(plan.params[piece.param], piece, buffer, bound[piece.param], scratch)
+            job
             for piece in window.pieces
             if piece.param in bound
+            for job in self._jobs(
+                plan.params[piece.param], piece, buffer, bound[piece.param], scratch
+            )
         ]
         # new state is made by the optimizer itself: one piece at a time keeps that within the bound
         first = [job for job in jobs if self._makes_state(job)]
@@ -131,8 +135,8 @@ class Updater:
                 part = _part(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
-                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not what "
-                        "the optimizer keeps for this parameter; it cannot be streamed"
+                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not "
+                        "what the optimizer keeps for this parameter; it cannot be streamed"
                     )
                 views[key].copy_(part)
                 record.stored |= {key}
@@ -155,24 +159,40 @@ class Updater:
         self.records.update(self._next)
         self._group_values, self._next = {}, {}
 
-    def _job(
+    def _jobs(
         self, spec: ParamSpec, piece: Piece, buffer: Tensor, bound: Bound, scratch: Iterator[Tensor]
-    ) -> _Job:
-        record = self.records[piece.param]
+    ) -> Iterator[_Job]:
         views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
         target = _part(bound.param.detach(), piece)
         grad = _part(bound.grad.detach(), piece)
-        data = target
         if spec.has_master:
-            data = views[MASTER]
-            self._load_master(spec, record, data, target)
-            grad = next(scratch)[: piece.numel].as_strided(data.shape, data.stride()).copy_(grad)
-        proxy = nn.Parameter(data, requires_grad=True)
+            self._load_master(spec, self.records[piece.param], views[MASTER], target)
+            wide = next(scratch)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
+            grad = wide.copy_(grad)
+        if piece.numel <= spec.max_tile:
+            yield self._job(spec, piece, 0, target, grad, views)
+            return
+        for start in range(0, piece.numel, spec.max_tile):
+            tile = slice(start, start + spec.max_tile)
+            of_tile = {key: view[tile] for key, view in views.items()}
+            yield self._job(spec, piece, start, target[tile], grad[tile], of_tile)
+
+    def _job(
+        self,
+        spec: ParamSpec,
+        piece: Piece,
+        start: int,
+        target: Tensor,
+        grad: Tensor,
+        views: dict[str, Tensor],
+    ) -> _Job:
+        record = self.records[piece.param]
+        proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
         proxy.grad = grad
         state = _working_copy(record.kept)
-        state.update(record.unplanned.get(piece.start, {}))
+        state.update(record.unplanned.get(piece.start + start, {}))
         state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
-        return _Job(piece, spec, target, proxy, state, views)
+        return _Job(spec, piece.param, piece.start + start, target, proxy, state, views)
 
     def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
         if MASTER not in record.stored:
@@ -181,7 +201,7 @@ class Updater:
             self.followed.add(spec.name)
 
     def _makes_state(self, job: _Job) -> bool:
-        stored = self.records[job.piece.param].stored
+        stored = self.records[job.param].stored
         return any(key != MASTER for key in job.views) and not stored - {MASTER}
 
     def _run(self, jobs: Sequence[_Job]) -> None:
@@ -222,7 +242,7 @@ class Updater:
 
     def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""
-        record = self._next.setdefault(job.piece.param, Record())
+        record = self._next.setdefault(job.param, Record())
         stored = {MASTER} if job.spec.has_master else set()
         for key, value in state.items():
             view = job.views.get(key)
@@ -239,7 +259,7 @@ class Updater:
             job.target.copy_(job.views[MASTER])
 
     def _keep_unplanned(self, job: _Job, record: Record, key: str, value: Tensor) -> None:
-        record.unplanned.setdefault(job.piece.start, {})[key] = value
+        record.unplanned.setdefault(job.start, {})[key] = value
         log.warning(
             "%s/%s (%s) was not foreseen when the optimizer was wrapped and stays in memory: a "
             "hyperparameter that adds state was changed since; wrap the optimizer again",
@@ -296,7 +316,7 @@ def _part(tensor: Tensor, piece: Piece) -> Tensor:
 
 def _chunks(tensor: Tensor) -> Sequence[Tensor]:
     """Return bounded flat parts where the tensor is contiguous."""
-    return tensor.view(-1).split(MAX_SLICE) if tensor.is_contiguous() else (tensor,)
+    return tensor.view(-1).split(MAX_TILE) if tensor.is_contiguous() else (tensor,)
 
 
 def _fits(value: Tensor, view: Tensor) -> bool:

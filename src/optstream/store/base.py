@@ -1,8 +1,8 @@
 """The contract of a store: where windows live between two uses.
 
 A store knows windows as numbered byte ranges; what the bytes mean is the plan's business, and when
-they move is the stream's. All methods are synchronous and may be called from several threads at once
-for different byte ranges; a store starts no thread.
+they move is the stream's. All methods are synchronous and may be called from several threads at
+once for different byte ranges; a store starts no thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
-        """Store `buffer` at `offset` of the window's data; whole, or an error; arguments as in `read`.
+        """Store `buffer` at `offset` of the window's data; whole, or an error, as in `read`.
 
         Raises:
             WindowWriteError: with file, offset, bytes and errno; `buffer` is untouched.
