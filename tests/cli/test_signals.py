@@ -34,6 +34,16 @@ def start_child(place: Path, text: Path, *argv: object) -> subprocess.Popen[str]
     )
 
 
+def end(child: subprocess.Popen[str], signum: int) -> tuple[str, str]:
+    """Send a signal and return standard output and error; a child that does not end is killed."""
+    child.send_signal(signum)
+    try:
+        return child.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        raise
+
+
 def wait_for_step(child: subprocess.Popen[str]) -> None:
     assert child.stderr is not None
     for line in child.stderr:
@@ -47,8 +57,7 @@ def wait_for_step(child: subprocess.Popen[str]) -> None:
 def test_a_signal_ends_it_after_the_step_with_the_table(place, text, store, signum):
     with start_child(place, text, "--store", store) as child:
         wait_for_step(child)
-        child.send_signal(signum)
-        out, err = child.communicate(timeout=60)
+        out, err = end(child, signum)
     assert child.returncode == 128 + signum
     assert "Traceback" not in err
     assert f"stopped by {signum.name}" in out
@@ -63,8 +72,7 @@ def test_a_signal_during_set_up_ends_it_at_once(place, text):
     with start_child(place, text, "--store", "none") as child:
         assert child.stderr is not None
         child.stderr.readline()  # "reading the text"
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
+        out, err = end(child, signal.SIGINT)
     assert child.returncode == 130
     assert out == ""
     assert err.splitlines()[-1] == "optstream: stopped by SIGINT"
@@ -79,10 +87,9 @@ def test_a_second_signal_does_not_wait_for_the_step(place, text):
             if line.startswith("tiny, "):
                 break
         time.sleep(1)
-        for _ in range(2):
-            child.send_signal(signal.SIGINT)
-            time.sleep(0.2)
-        out, err = child.communicate(timeout=60)
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        out, err = end(child, signal.SIGINT)
     assert child.returncode == 130
     assert out == ""
     assert err.splitlines()[-1] == "optstream: stopped by SIGINT"

@@ -61,7 +61,7 @@ def test_small_updates_are_not_lost_in_bfloat16():
 def test_without_gradient_nothing_moves():
     module = make_module(torch.bfloat16)
     before = [param.clone() for param in module.parameters()]
-    updater = InMemory(build_adamw(module, 0.01, 0.1))
+    updater = InMemory(build_adamw(module, 1.0, 0.1))  # so that decay alone would be seen
     set_grads(module, 0)
     next(module.parameters()).grad = None
     updater.step()
