@@ -1,5 +1,6 @@
 """Keep a torch optimizer's state in files on a drive and stream it through a few buffers."""
 
+from optstream.checkpoint.verify import verify
 from optstream.errors import OffloadError
 from optstream.optimizer import StreamedOptimizer, offload
 from optstream.plan import Plan
@@ -7,4 +8,4 @@ from optstream.report import StepReport
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["OffloadError", "Plan", "StepReport", "StreamedOptimizer", "offload"]
+__all__ = ["OffloadError", "Plan", "StepReport", "StreamedOptimizer", "offload", "verify"]

@@ -228,8 +228,10 @@ def _entries(records: Iterable[TensorRecord], data_bytes: int, path: str) -> dic
     metadata = {"format": "pt", "optstream": FORMAT_VERSION}
     entries: dict[str, Any] = {"__metadata__": metadata}
     position = num_pads = 0
-    for record in sorted(records, key=lambda record: (record.offset, record.end)):
+    records = list(records)
+    for record in records:
         _check_record(record, path)
+    for record in sorted(records, key=lambda record: (record.offset, record.end)):
         if record.offset < position:
             _fault(path, f"{record.name!r} overlaps the extent before it")
         if record.name in entries:
@@ -298,7 +300,7 @@ def _parse_record(name: str, text: object, entry: object, path: str) -> TensorRe
     if not set(_FIELDS) - {"stride"} <= set(fields) <= set(_FIELDS):
         _fault(path, f"the description of {name!r} has the fields {sorted(fields)}")
     for key, value in fields.items():
-        if not (_is_sizes(value) if key in _SIZES else isinstance(value, _FIELDS[key])):
+        if not (_is_sizes(value) if key in _SIZES else type(value) is _FIELDS[key]):
             _fault(path, f"{name!r} has {key} = {value!r}")
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not _is_sizes(offsets) or len(offsets) != 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from optstream.errors import ConfigError
 
@@ -22,15 +23,16 @@ _FACTORS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return a size in bytes.
 
     Args:
-        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "500MB" (decimal), "64M"
-        (binary). name: what the size is for, named in the error.
+        size: bytes as an int, or a text such as "64MiB", "1.5 GiB", "64M" (binary) or "500MB"
+            (decimal).
+        name: what the size is for, named in the error.
 
     Raises:
         ConfigError: not a size, negative, or not a whole number of bytes.
@@ -47,8 +49,8 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         raise ConfigError(
             f'{name}={size!r} is not a size; give bytes or a text such as "64MiB", "2GiB", "500MB"'
         )
-    num_bytes = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
-    if num_bytes != int(num_bytes):
+    num_bytes = Fraction(match[1]) * factor  # floats would take 4.35GB for a broken number
+    if num_bytes.denominator != 1:
         raise ConfigError(f"{name}={size!r} is not a whole number of bytes")
     return int(num_bytes)
 
@@ -57,7 +59,7 @@ def format_bytes(num_bytes: float) -> str:
     """Return bytes as people read them, in binary units: 10.8 GiB, 64.0 MiB, 512 B."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
+        if round(abs(value), 1) < 1024:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"

@@ -33,6 +33,6 @@ def open_store(kind: str, directories: Directory | Sequence[Directory]) -> Store
     if kind not in _KINDS:
         known = ", ".join(f'"{name}"' for name in _KINDS)
         raise ConfigError(f"store={kind!r} is unknown; choose one of {known}")
-    if isinstance(directories, str | os.PathLike):
+    if isinstance(directories, str | bytes) or not isinstance(directories, Sequence):
         directories = [directories]
     return _KINDS[kind](directories)

@@ -3,15 +3,14 @@
     DIR/optstream-live-XXXXXXXX/lock                        flock: its holder lives
     DIR/optstream-live-XXXXXXXX/window-00000.safetensors    ...
 
-    creator                       | purger
-    ------------------------------+-----------------------------------------------
-    mkdir                         | open lock, made if missing
-    make lock, fails if there     | flock, skip if held: its holder lives
-    flock, fails if held          | skip unless still the inode under that name
-    still that inode, else anew   | remove window files, lock, directory
+    creator                            | purger
+    -----------------------------------+---------------------------------------
+    mkdir                              | find the directory
+    open lock, made if missing; flock it; check that the name still leads to that inode
+    failed: purged, take another name  | failed: its holder lives, leave it
+    make window files                  | remove window files, lock, directory
 
-Whichever gets the lock first wins; the creator that lost takes another name. The kernel drops the
-lock with the last descriptor of a dead process.
+The kernel drops the lock with the last descriptor of a dead process.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ import logging
 import os
 import re
 import tempfile
+import time
+from errno import ENOTEMPTY
 from pathlib import Path
 
 from optstream.units import format_bytes
 
 _PREFIX = "optstream-live-"
 _LOCK = "lock"
+_NUM_ATTEMPTS = 7  # 63 ms in all
 _WINDOW = re.compile(r"window-\d{5,}\.safetensors")
 
 log = logging.getLogger("optstream")
@@ -44,7 +46,12 @@ class Claim:
         lock_fd = None
         while lock_fd is None:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
-            lock_fd = _lock(self.path / _LOCK, os.O_CREAT | os.O_EXCL)
+            try:
+                lock_fd = _lock(self.path / _LOCK)
+            except BaseException:
+                (self.path / _LOCK).unlink(missing_ok=True)
+                self.path.rmdir()
+                raise
         self.lock_fd = lock_fd
 
     def file(self, window: int) -> Path:
@@ -53,35 +60,35 @@ class Claim:
     def release(self) -> None:
         """Remove the directory, whose files must be gone, and drop the lock, also for forks."""
         if self.lock_fd >= 0:
-            _remove(self.path)
-            fcntl.flock(self.lock_fd, fcntl.LOCK_UN)
-            self.abandon()
+            lock_fd, self.lock_fd = self.lock_fd, -1
+            _remove(self.path, lock_fd)
 
     def abandon(self) -> None:
         """Forget it in a forked child: the parent's lock stays."""
-        os.close(self.lock_fd)
-        self.lock_fd = -1
+        lock_fd, self.lock_fd = self.lock_fd, -1
+        os.close(lock_fd)
 
 
 def purge_stale(directory: Path) -> None:
     """Remove what dead processes left in `directory`; never touches what a live one holds."""
     for path in directory.glob(_PREFIX + "*"):
+        if path.is_symlink() or not path.is_dir():
+            continue  # not made here; following it could lead to a checkpoint
         try:
-            lock_fd = _lock(path / _LOCK, os.O_CREAT)
+            lock_fd = _lock(path / _LOCK)
         except OSError:
             continue  # another user's, or removed by another purger just now
         if lock_fd is not None:
             num_bytes = sum(file.lstat().st_blocks * 512 for file in _window_files(path))
-            _remove(path)
-            os.close(lock_fd)
+            _remove(path, lock_fd)
             log.info("%s: removed %s that a dead run left", path, format_bytes(num_bytes))
 
 
-def _lock(path: Path, flags: int) -> int | None:
+def _lock(path: Path) -> int | None:
     """Return a descriptor that holds the lock file under this name, or None if another one does."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-    except (FileExistsError, FileNotFoundError):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
         return None  # a purger was faster
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,15 +103,26 @@ def _lock(path: Path, flags: int) -> int | None:
     return None
 
 
-def _remove(path: Path) -> None:
-    """Remove a claimed directory; with anything in it that is not ours, it stays."""
+def _remove(path: Path, lock_fd: int) -> None:
+    """Remove a claimed directory and its lock; with anything in it that is not ours, it stays."""
     for file in _window_files(path):
         file.unlink(missing_ok=True)
-    try:
-        (path / _LOCK).unlink(missing_ok=True)
-        path.rmdir()
-    except OSError as error:
-        log.warning("%s: could not be removed: %s", path, error)
+    (path / _LOCK).unlink(missing_ok=True)
+    fcntl.flock(lock_fd, fcntl.LOCK_UN)  # a forked child may hold a copy
+    os.close(lock_fd)
+    for attempt in range(_NUM_ATTEMPTS):
+        try:
+            path.rmdir()
+        except FileNotFoundError:
+            return  # a purger was faster
+        except OSError as error:
+            # FUSE and NFS hide an open file that is unlinked, and drop it a moment after its close
+            if error.errno != ENOTEMPTY or attempt == _NUM_ATTEMPTS - 1:
+                log.warning("%s: could not be removed: %s", path, error)
+                return
+            time.sleep(0.001 * 2**attempt)
+        else:
+            return
 
 
 def _window_files(path: Path) -> list[Path]:
