@@ -165,8 +165,9 @@ class StreamedOptimizer(Optimizer):
             num_windows = self._state.step()
         except WindowIOError as error:
             error.progress = (
-                f"step {self._reporter.next_step} has updated {self._state.interrupted} windows; "
-                "call step() again with the same gradients to finish it"
+                f"step {self._reporter.next_step} has updated {self._state.num_updated} windows "
+                f"and left {self._state.num_left}; call step() again with the same gradients to "
+                "finish it"
             )
             raise
         self._total_s += time.perf_counter() - start

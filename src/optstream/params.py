@@ -110,10 +110,12 @@ class Describer:
         param: Tensor,
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
-        key = (group, shape, stride, dtype, tuple(state))
+        key = (group, shape, stride, dtype, param.dtype, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]
-            self._layouts[key] = find_layout(self._optimizer, values, shape, stride, dtype, state)
+            self._layouts[key] = find_layout(
+                self._optimizer, values, shape, stride, dtype, state, param.dtype
+            )
         return self._layouts[key]
 
     def _can_slice(
@@ -177,6 +179,12 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
             f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
             "final shape and dtype"
         )
+    if spec.elementwise and not param.is_contiguous():
+        # a flat slice of it would be a copy, and its update lost
+        raise ModelChangedError(
+            f"{spec.name} is no longer contiguous (strides {param.stride()}), its state on the "
+            "drive is in slices; wrap the optimizer after the model has its final memory format"
+        )
 
 
 def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
@@ -188,15 +196,18 @@ def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
     return grad
 
 
-def unplanned(specs: Sequence[ParamSpec], groups: Groups) -> Iterator[tuple[int, int]]:
+def unplanned(
+    specs: Sequence[ParamSpec], groups: Groups, state: Mapping[Tensor, Any]
+) -> Iterator[tuple[int, int]]:
     """Yield (group, position) of parameters that need state and have no place in the plan.
 
-    Frozen parameters have none until they get a gradient.
+    Frozen parameters have none until they get a gradient, unless `state` has something for them.
     """
     planned = {(spec.group, spec.position) for spec in specs}
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
-            if (g, i) not in planned and (param.requires_grad or param.grad is not None):
+            needs = param.requires_grad or param.grad is not None or state.get(param)
+            if needs and (g, i) not in planned:
                 yield g, i
 
 

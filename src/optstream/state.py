@@ -47,6 +47,7 @@ class StreamedState:
     Attributes:
         plan: windows and their cost.
         update_s: running total of seconds in updates.
+        num_left: windows that a step which failed has not updated.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StreamedState:
     ) -> None:
         self.plan = Plan(window_bytes, in_place=store.in_place)
         self.update_s = 0.0
+        self.num_left = 0
         self.stream = Stream(store, io_threads)
         self._optimizer = optimizer
         self._store = store
@@ -80,7 +82,9 @@ class StreamedState:
         """
         new = [
             self._describer.describe(self.name(group, position), group, position)
-            for group, position in unplanned(self.plan.params, self._optimizer.param_groups)
+            for group, position in unplanned(
+                self.plan.params, self._optimizer.param_groups, self._optimizer.state
+            )
         ]
         if not new:
             return
@@ -123,18 +127,20 @@ class StreamedState:
         bound = bind(self.plan.params, self._optimizer.param_groups)
         order = self._order(bound)
         left = [window for window in order if window not in self._done]
+        self.num_left = len(left)
         with self._windows(left, bound) as windows:
             for window, data in windows:
                 start = time.perf_counter()
                 self._updater.update(self.plan, self.plan.windows[window], data, bound)
                 self.update_s += time.perf_counter() - start
                 self._done.add(window)
+                self.num_left -= 1
         self._finish(order)
         return len(order)
 
     @property
-    def interrupted(self) -> int:
-        """Number of windows that a step, which then failed, has updated; 0 between steps."""
+    def num_updated(self) -> int:
+        """Windows that a step, which then failed, has updated; 0 between steps."""
         return len(self._done)
 
     def _finish(self, order: Sequence[int]) -> None:
@@ -142,6 +148,8 @@ class StreamedState:
         advancing = [g for g in range(len(groups)) if self._describer.advances_group(g)]
         self._updater.commit(groups, advancing)
         self._done = set()
+        # a scheduler made before wrapping looks there and warns of a wrong order otherwise
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if order:
             self._backwards = not self._backwards
         if self._updater.followed:
@@ -238,9 +246,9 @@ class StreamedState:
             OutOfSpaceError: no space for those writes; nothing was frozen.
             StateChangedError: a step failed half-way.
         """
-        if self.interrupted:
+        if self.num_updated:
             raise StateChangedError(
-                f"a step failed after {self.interrupted} windows; call step() again with the same "
+                f"a step failed after {self.num_updated} windows; call step() again with the same "
                 "gradients to finish it, or load a checkpoint"
             )
         files = self.stream.freeze()

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optstream.errors import StateChangedError
-from optstream.layout import advance_group, changed_values, hyperparameters, is_streamed, raw_step
+from optstream.layout import (
+    advance_group,
+    changed_values,
+    hyperparameters,
+    is_streamed,
+    kept_value,
+    raw_step,
+    step_without_hooks,
+)
 from optstream.params import Bound
 from optstream.plan import (
     EXTENT_ALIGNMENT,
@@ -126,16 +134,18 @@ class Updater:
         for piece in window.pieces:
             if piece.param not in states:
                 continue
+            spec = params[piece.param]
+            wide = torch.float32 if spec.has_master else spec.dtype
             record = self._next.setdefault(piece.param, Record())
             views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
             for key, value in states[piece.param].items():
                 if not is_streamed(value):
-                    record.kept[key] = value
+                    record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
                 part = _part(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
-                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not "
+                        f"{spec.name}/{key} of shape {tuple(value.shape)} is not "
                         "what the optimizer keeps for this parameter; it cannot be streamed"
                     )
                 views[key].copy_(part)
@@ -237,13 +247,14 @@ class Updater:
         return group
 
     def _step_on(self, groups: list[dict[str, Any]], state: defaultdict[Tensor, Any]) -> None:
-        optimizer = self._optimizer
-        public = optimizer.param_groups, optimizer.state
-        optimizer.param_groups, optimizer.state = groups, state
+        own = vars(self._optimizer)
+        window = step_without_hooks(groups, state)
+        public = {key: own[key] for key in window}
+        own.update(window)
         try:
             self._step()
         finally:
-            optimizer.param_groups, optimizer.state = public
+            own.update(public)
 
     def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""
@@ -299,7 +310,7 @@ def follow_parameter(master: Tensor, param: Tensor) -> bool:
     weight that was swapped out and back (EMA, evaluation) loses nothing.
     """
     changed = False
-    for part, written in zip(_chunks(master), _chunks(param), strict=True):
+    for part, written in _chunks(master, param):
         bits, rounded = written.view(torch.int16), part.to(param.dtype).view(torch.int16)
         if not torch.equal(bits, rounded):
             part.copy_(torch.where(bits != rounded, written.to(master.dtype), part))
@@ -319,9 +330,12 @@ def _part(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor.contiguous().view(-1)[piece.start : piece.stop]
 
 
-def _chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return bounded flat parts where the tensor is contiguous."""
-    return tensor.view(-1).split(MAX_TILE) if tensor.is_contiguous() else (tensor,)
+def _chunks(master: Tensor, param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield bounded parts of both: flat where both are contiguous, else some rows."""
+    if master.is_contiguous() and param.is_contiguous():
+        master, param = master.view(-1), param.view(-1)
+    rows = max(1, MAX_TILE * len(param) // max(1, param.numel()))
+    yield from zip(master.split(rows), param.split(rows), strict=True)
 
 
 def _fits(value: Tensor, view: Tensor) -> bool:
