@@ -149,6 +149,11 @@ class Updater:
                 views[key].copy_(part)
                 record.stored |= {key}
 
+    def reset(self) -> None:
+        """Forget what parameters kept: all state is new, or about to be put."""
+        self.records.clear()
+        self._next, self._group_values, self._attributes = {}, {}, {}
+
     def commit(self, groups: Sequence[dict[str, Any]], advancing: Sequence[int] = ()) -> None:
         """Make the counters of this step the current ones.
 
@@ -203,7 +208,7 @@ class Updater:
         record = self.records[piece.param]
         proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
         proxy.grad = grad
-        state = _working_copy(record.kept)
+        state = working_copy(record.kept)
         state.update(record.unplanned.get(piece.start + start, {}))
         state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
         return _Job(spec, piece.param, piece.start + start, target, proxy, state, views)
@@ -332,7 +337,8 @@ def _fits(value: Tensor, view: Tensor) -> bool:
     return value.shape == view.shape and value.dtype == view.dtype
 
 
-def _working_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+def working_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of counters and Python values that may be changed."""
     return {
         key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in values.items()
