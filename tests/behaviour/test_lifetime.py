@@ -126,19 +126,21 @@ for step in range(3):
 """
 SLOW_DRIVE = """
 import time
+from optstream.store.direct import Direct
 for name in ("read", "write"):
-    def late(window, offset, buffer, transfer=getattr(optimizer._store, name)):
+    def late(self, *where, transfer=getattr(Direct, name)):
         time.sleep(0.3)
-        transfer(window, offset, buffer)
-    setattr(optimizer._store, name, late)
+        transfer(self, *where)
+    setattr(Direct, name, late)
 """
 FAILING_UPDATE = """
-update = optimizer._updater.update
-def fail_late(plan, window, buffer, bound):
+from optstream.update import Updater
+update = Updater.update
+def fail_late(self, plan, window, *rest):
     if window is plan.windows[5]:
         raise SystemExit(3)
-    update(plan, window, buffer, bound)
-optimizer._updater.update = fail_late
+    update(self, plan, window, *rest)
+Updater.update = fail_late
 optimizer.step()
 """
 
