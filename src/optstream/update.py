@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from optstream.errors import StateChangedError
 from optstream.layout import advance_group, changed_values, hyperparameters, is_streamed, raw_step
+from optstream.memory import trim_heap
 from optstream.params import Bound
 from optstream.plan import (
     EXTENT_ALIGNMENT,
@@ -33,10 +34,14 @@ from optstream.plan import (
     ParamSpec,
     Piece,
     Plan,
+    Temporaries,
     Window,
     aligned,
 )
 from optstream.units import format_bytes
+
+TRIM_BYTES = 16 * 2**20
+"""Of parameters updated by rules with temporaries, after which freed memory is given back."""
 
 log = logging.getLogger("optstream")
 
@@ -83,6 +88,7 @@ class Updater:
         self._next: dict[int, Record] = {}
         self._group_values: dict[int, dict[str, Any]] = {}
         self._scratch: dict[torch.device, Tensor] = {}
+        self._untrimmed_bytes = 0
         self.followed: set[str] = set()
         """Parameters whose weights something else changed since their last update."""
 
@@ -106,9 +112,11 @@ class Updater:
         ]
         # new state is made by the optimizer itself: one piece at a time keeps that within the bound
         first = [job for job in jobs if self._makes_state(job)]
-        for job in first:
-            self._run([job])
-        self._run([job for job in jobs if job not in first])
+        rest = [job for job in jobs if not self._makes_state(job)]
+        for run in (*([job] for job in first), *_runs(rest)):
+            self._run(run)
+            if buffer.device.type == "cpu":
+                self._trim_heap(run)
 
     def put(
         self,
@@ -205,8 +213,6 @@ class Updater:
         return any(key != MASTER for key in job.views) and not stored - {MASTER}
 
     def _run(self, jobs: Sequence[_Job]) -> None:
-        if not jobs:
-            return
         by_group: dict[int, list[_Job]] = {}
         for job in jobs:
             by_group.setdefault(job.spec.group, []).append(job)
@@ -219,6 +225,17 @@ class Updater:
             self._group_values[index] = changed_values(before[index], group)
         for job in jobs:
             self._take_back(job, state[job.proxy])
+            job.state.clear()  # new state is in the window now
+
+    def _trim_heap(self, run: Sequence[_Job]) -> None:
+        """Give back freed temporaries: glibc keeps them, and small blocks between them pile up."""
+        first = any(self._makes_state(job) for job in run)
+        self._untrimmed_bytes += sum(
+            job.proxy.nbytes for job in run if first or job.spec.temporaries is not Temporaries.NONE
+        )
+        if self._untrimmed_bytes >= TRIM_BYTES:
+            trim_heap()
+            self._untrimmed_bytes = 0
 
     def _window_group(self, index: int, jobs: Sequence[_Job]) -> dict[str, Any]:
         public = self._optimizer.param_groups[index]
@@ -285,6 +302,23 @@ class Updater:
             scratch = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
             self._scratch[device] = scratch
         return scratch
+
+
+def _runs(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
+    """Yield what one call of the optimizer updates: all, or TRIM_BYTES of rules that go one by one.
+
+    Ordering: kept; a rule that batches keeps its batch, where it is fast.
+    """
+    run: list[_Job] = []
+    run_bytes = 0
+    for job in jobs:
+        run.append(job)
+        run_bytes += job.proxy.nbytes if job.spec.temporaries is Temporaries.ONE else 0
+        if run_bytes >= TRIM_BYTES:
+            yield run
+            run, run_bytes = [], 0
+    if run:
+        yield run
 
 
 def follow_parameter(master: Tensor, param: Tensor) -> bool:
