@@ -345,7 +345,13 @@ def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
 def _part(tensor: Tensor, piece: Piece) -> Tensor:
     if piece.whole:
         return tensor
-    return tensor.contiguous().view(-1)[piece.start : piece.stop]
+    if tensor.is_contiguous():
+        return tensor.view(-1)[piece.start : piece.stop]
+    # a gradient may be laid out as it likes: copy only the rows that hold the slice
+    row = tensor.numel() // len(tensor)
+    rows = tensor[piece.start // row : -(-piece.stop // row)]
+    start = piece.start % row
+    return rows.reshape(-1)[start : start + piece.numel]
 
 
 def _chunks(master: Tensor, param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
