@@ -85,10 +85,15 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         point = tmp_path / f"mount{len(points)}"
         point.mkdir()
         try:
+            image = tmp_path / f"image{len(points)}"
+            image.touch()
+            os.truncate(image, mib << 20)
+            if kind == "fuse.ext4":
+                run("mkfs.ext4", "-q", str(image))
+                run("fuse2fs", str(image), str(point), "-o", "rw")
+                points.append(point)
+                return point
             if kind in {"ext3", "ext4", "xfs", "btrfs"}:
-                image = tmp_path / f"image{len(points)}"
-                image.touch()
-                os.truncate(image, mib << 20)
                 loop = ("losetup", "--find", "--show", "--sector-size", str(sector), str(image))
                 loops.append(run(*loop))
                 source = loops[-1]

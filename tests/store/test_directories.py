@@ -46,6 +46,12 @@ def test_a_missing_directory_is_made_private(
         assert path.stat().st_mode & 0o777 == 0o700
 
 
+def test_what_was_made_is_removed_if_the_rest_cannot_be(drive_path: Path, opened: Opened) -> None:
+    with pytest.raises(StoreError, match="cannot hold the state: File name too long"):
+        opened("direct", drive_path / "a" / "b" / ("x" * 300)).reserve([])
+    assert list(drive_path.iterdir()) == []
+
+
 def test_opening_touches_nothing(drive_path: Path, opened: Opened) -> None:
     opened("direct", drive_path / "a")
     assert list(drive_path.iterdir()) == []
@@ -160,6 +166,27 @@ def test_named_files_are_announced_once(
         *(f"window-{window:05d}.safetensors" for window in range(3)),
     ]
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+
+
+def test_a_filesystem_that_makes_the_file_before_it_refuses_direct(
+    drive_path: Path,
+    opened: Opened,
+    windows: Windows,
+    refuse: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = os.open
+
+    def open_(path: str, flags: int, *args: int) -> int:
+        fd = real(path, flags, *args)
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(errno.EINVAL, "")
+        return fd
+
+    monkeypatch.setattr(os, "open", open_)
+    refuse(os.O_TMPFILE, errno.EOPNOTSUPP)
+    opened("direct", drive_path).reserve(windows(1, 1))
 
 
 @pytest.mark.parametrize("align_bytes", [0, 8192])

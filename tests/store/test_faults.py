@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +142,12 @@ def test_what_passes_is_tried_again(
         use(0, 0, buffer)
         assert kernel.num_calls > num_failures
     assert found == wanted
+
+
+def test_progress_allows_more_retries(store: Store, kernel: Kernel, pages: Pages) -> None:
+    kernel.answers = {n: short(4096) if n % 4 == 3 else fail(errno.EAGAIN) for n in range(24)}
+    store.write(0, 0, pages(8))
+    assert kernel.num_calls == 25
 
 
 @pytest.mark.parametrize(
@@ -332,36 +336,3 @@ def test_a_failed_write_back_is_a_failed_write(
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     with pytest.raises(WindowWriteError, match=r"8192 bytes at offset 4096 .*No space left"):
         store.write(0, 0, pages(2))
-
-
-def test_memory_that_cannot_be_had(
-    opened: Opened, windows: Windows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened("memory", "")
-    monkeypatch.setattr("optstream.store.memory.read_available_bytes", lambda: 10 * 2**20)
-    with pytest.raises(
-        OutOfSpaceError,
-        match=r'needs 12\.0 MiB of memory, 10\.0 MiB is left .* store="direct"',
-    ) as caught:
-        store.reserve(windows(1024, 2048))
-    assert caught.value.errno == errno.ENOMEM
-    store.reserve(windows(1024))
-
-    def refused(*args: int, **kwargs: int) -> None:
-        raise OSError(errno.ENOMEM, "")
-
-    monkeypatch.setattr(mmap, "mmap", refused)
-    with pytest.raises(OutOfSpaceError, match=r"needs 4\.0 KiB of memory"):
-        store.reserve(windows(1))
-
-
-def test_a_memory_limit_of_the_process(
-    opened: Opened, windows: Windows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (2**32, hard))
-    try:
-        with pytest.raises(OutOfSpaceError, match=r"needs 8\.0 GiB of memory"):
-            opened("memory", "").reserve(windows(2**20, 2**20))
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

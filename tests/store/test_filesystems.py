@@ -23,6 +23,7 @@ Opened = Callable[..., Store]
 
 DIRECT: list[str] = []
 NO_RESERVE = ["cannot reserve space"]
+NO_NAMES = ["no nameless files"]
 NO_DIRECT = ["does no direct I/O"]
 
 
@@ -40,10 +41,11 @@ def _num_cached_pages(fd: int, num_bytes: int) -> int:
 
 
 def _fds_below(path: Path) -> list[int]:
+    """Return the descriptors of window files."""
     fds = []
     for fd in Path("/proc/self/fd").iterdir():
         try:
-            if str(fd.readlink()).startswith(str(path)):
+            if fd.readlink().name != "lock" and fd.readlink().is_relative_to(path):
                 fds.append(int(fd.name))
         except FileNotFoundError:
             pass
@@ -76,6 +78,7 @@ def _wait_until_free(path: Path, wanted: tuple[int, int], slack_blocks: int = 0)
         ("xfs", [], {"mib": 320}, DIRECT),
         ("xfs", [], {"mib": 320, "sector": 4096}, DIRECT),
         ("btrfs", [], {"mib": 160}, DIRECT),
+        ("fuse.ext4", [], {}, NO_NAMES),
     ],
 )
 def test_round_trip_without_page_cache_or_leftovers(
@@ -222,6 +225,16 @@ def test_a_drive_that_fills_up_while_reserving(
         assert f"{format_bytes(avail.f_bavail * avail.f_frsize)} free" in str(caught.value)
     assert not (point / "state").exists()
     _wait_until_free(point, free)
+
+
+def test_what_only_root_may_use_is_not_free(
+    mounted: Mounted, opened: Opened, windows: Windows
+) -> None:
+    point = mounted("ext4", mkfs="-m 20")
+    free = os.statvfs(point)
+    num_pages = (free.f_bavail + free.f_bfree) // 2 * free.f_bsize // 4096
+    with pytest.raises(OutOfSpaceError, match=r" free; free .* or give a second directory"):
+        opened("direct", point).reserve(windows(num_pages))
 
 
 def test_too_few_inodes(mounted: Mounted, opened: Opened, windows: Windows) -> None:

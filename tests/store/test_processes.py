@@ -138,7 +138,9 @@ def test_a_forked_child_that_exits_harms_nothing(
     names: str, holder: Holder, drive_path: Path
 ) -> None:
     process = holder(names)
+    before = sorted(drive_path.rglob("*"))
     assert _tell(process, "fork") == "forked"
+    assert sorted(drive_path.rglob("*")) == before
     assert _tell(process, "check") == "unharmed"
 
 
@@ -242,6 +244,16 @@ def test_a_claim_lost_to_a_purge_is_made_anew(
     purge_stale(drive_path)
     assert claim.file(0).exists()
     claim.release()
+    assert list(drive_path.iterdir()) == []
+
+
+def test_a_filesystem_without_locks(drive_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="37"):
+        Claim(drive_path)
     assert list(drive_path.iterdir()) == []
 
 

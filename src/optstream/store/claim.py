@@ -20,12 +20,15 @@ import logging
 import os
 import re
 import tempfile
+import time
+from errno import ENOTEMPTY
 from pathlib import Path
 
 from optstream.units import format_bytes
 
 _PREFIX = "optstream-live-"
 _LOCK = "lock"
+_NUM_ATTEMPTS = 7  # 63 ms in all
 _WINDOW = re.compile(r"window-\d{5,}\.safetensors")
 
 log = logging.getLogger("optstream")
@@ -43,7 +46,12 @@ class Claim:
         lock_fd = None
         while lock_fd is None:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
-            lock_fd = _lock(self.path / _LOCK)
+            try:
+                lock_fd = _lock(self.path / _LOCK)
+            except BaseException:
+                (self.path / _LOCK).unlink(missing_ok=True)
+                self.path.rmdir()
+                raise
         self.lock_fd = lock_fd
 
     def file(self, window: int) -> Path:
@@ -52,14 +60,13 @@ class Claim:
     def release(self) -> None:
         """Remove the directory, whose files must be gone, and drop the lock, also for forks."""
         if self.lock_fd >= 0:
-            _remove(self.path)
-            fcntl.flock(self.lock_fd, fcntl.LOCK_UN)
-            self.abandon()
+            lock_fd, self.lock_fd = self.lock_fd, -1
+            _remove(self.path, lock_fd)
 
     def abandon(self) -> None:
         """Forget it in a forked child: the parent's lock stays."""
-        os.close(self.lock_fd)
-        self.lock_fd = -1
+        lock_fd, self.lock_fd = self.lock_fd, -1
+        os.close(lock_fd)
 
 
 def purge_stale(directory: Path) -> None:
@@ -73,8 +80,7 @@ def purge_stale(directory: Path) -> None:
             continue  # another user's, or removed by another purger just now
         if lock_fd is not None:
             num_bytes = sum(file.lstat().st_blocks * 512 for file in _window_files(path))
-            _remove(path)
-            os.close(lock_fd)
+            _remove(path, lock_fd)
             log.info("%s: removed %s that a dead run left", path, format_bytes(num_bytes))
 
 
@@ -97,15 +103,26 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def _remove(path: Path) -> None:
-    """Remove a claimed directory; with anything in it that is not ours, it stays."""
+def _remove(path: Path, lock_fd: int) -> None:
+    """Remove a claimed directory and its lock; with anything in it that is not ours, it stays."""
     for file in _window_files(path):
         file.unlink(missing_ok=True)
-    try:
-        (path / _LOCK).unlink(missing_ok=True)
-        path.rmdir()
-    except OSError as error:
-        log.warning("%s: could not be removed: %s", path, error)
+    (path / _LOCK).unlink(missing_ok=True)
+    fcntl.flock(lock_fd, fcntl.LOCK_UN)  # a forked child may hold a copy
+    os.close(lock_fd)
+    for attempt in range(_NUM_ATTEMPTS):
+        try:
+            path.rmdir()
+        except FileNotFoundError:
+            return  # a purger was faster
+        except OSError as error:
+            # FUSE and NFS hide an open file that is unlinked, and drop it a moment after its close
+            if error.errno != ENOTEMPTY or attempt == _NUM_ATTEMPTS - 1:
+                log.warning("%s: could not be removed: %s", path, error)
+                return
+            time.sleep(0.001 * 2**attempt)
+        else:
+            return
 
 
 def _window_files(path: Path) -> list[Path]:

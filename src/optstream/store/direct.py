@@ -80,9 +80,7 @@ class Direct(Store):
             try:
                 self._files.append(drive.create(window, file))
             except OSError as error:
-                self._remove_from(
-                    first
-                )  # so that the error tells the space that training would find
+                self._remove_from(first)  # the error shall tell what is free without them
                 needed_bytes = sum(other.file_bytes for at, other in placed if at is drive)
                 raise reserve_refused(drive.directory, needed_bytes, error) from error
 
