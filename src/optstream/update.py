@@ -89,6 +89,7 @@ class Updater:
         self._group_values: dict[int, dict[str, Any]] = {}
         self._scratch: dict[torch.device, Tensor] = {}
         self._untrimmed_bytes = 0
+        self._changed: list[tuple[str, Tensor]] = []
         self.followed: set[str] = set()
         """Parameters whose weights something else changed since their last update."""
 
@@ -166,6 +167,15 @@ class Updater:
             groups[index].update(values)
         self.records.update(self._next)
         self._group_values, self._next = {}, {}
+        self._name_followed()
+
+    def _name_followed(self) -> None:
+        for device in {changed.device for _, changed in self._changed}:
+            there = [(name, changed) for name, changed in self._changed if changed.device == device]
+            # the only wait for an accelerator in a step, and one for all parameters
+            flags = torch.stack([changed for _, changed in there]).tolist()
+            self.followed |= {name for (name, _), flag in zip(there, flags, strict=True) if flag}
+        self._changed = []
 
     def _jobs(
         self, spec: ParamSpec, piece: Piece, buffer: Tensor, bound: Bound, scratch: Iterator[Tensor]
@@ -205,8 +215,10 @@ class Updater:
     def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
         if MASTER not in record.stored:
             master.copy_(param)
-        elif follow_parameter(master, param):
-            self.followed.add(spec.name)
+            return
+        changed = follow_parameter(master, param)
+        if not changed.is_cpu or bool(changed):
+            self._changed.append((spec.name, changed))
 
     def _makes_state(self, job: _Job) -> bool:
         stored = self.records[job.param].stored
@@ -321,18 +333,22 @@ def _runs(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
         yield run
 
 
-def follow_parameter(master: Tensor, param: Tensor) -> bool:
-    """Take into the master what something else wrote into its parameter; tell if there was any.
+def follow_parameter(master: Tensor, param: Tensor) -> Tensor:
+    """Take into the master what something else wrote into its parameter.
 
     Where the parameter still is the master's rounded value the master keeps its lower bits, so a
     weight that was swapped out and back (EMA, evaluation) loses nothing.
+
+    Returns:
+        Whether there was any (0-dim, bool); on an accelerator nothing has waited for it.
     """
-    changed = False
+    changed = torch.zeros((), dtype=torch.bool, device=master.device)
     for part, written in _chunks(master, param):
-        bits, rounded = written.view(torch.int16), part.to(param.dtype).view(torch.int16)
-        if not torch.equal(bits, rounded):
-            part.copy_(torch.where(bits != rounded, written.to(master.dtype), part))
-            changed = True
+        differs = written.view(torch.int16) != part.to(param.dtype).view(torch.int16)
+        any_differs = differs.any()
+        if not differs.is_cpu or bool(any_differs):
+            part.copy_(torch.where(differs, written.to(master.dtype), part))
+            changed |= any_differs
     return changed
 
 
