@@ -155,7 +155,10 @@ class _Probe:
         narrow: torch.dtype,
     ) -> None:
         self.optimizer = optimizer
-        self.group = hyperparameters(group)
+        # capturable wants its device; it moves counters there and leaves the rest as it is
+        self.group = hyperparameters(group) | (
+            {"capturable": False} if "capturable" in group else {}
+        )
         self.shape, self.stride, self.dtype = tuple(shape), tuple(stride), dtype
         self.state = state
         self.narrow = narrow

@@ -6,6 +6,7 @@ their own.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from optstream.mounts import PROC, read_mounts
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size; no machine has an EiB
 _NO_LIMIT_BYTES = 2**60
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _LIMIT_FILES = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}
 
 
@@ -63,6 +65,16 @@ def read_available_bytes(proc: Path = PROC) -> int:
     if use.limit_bytes is not None:
         available = min(available, use.limit_bytes - use.anon_bytes - use.shmem_bytes)
     return max(available, 0)
+
+
+def trim_heap() -> None:
+    """Give freed heap pages back to the kernel, from the middle of the heap too.
+
+    glibc keeps up to 64 MiB of what is freed, and more where small blocks lie between large ones.
+    Other C libraries have no such call and no such habit.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _read_kib(path: Path) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
 from optstream.layout import Layout, find_layout, is_streamed
 from optstream.plan import MASTER, ParamSpec, StateTensor
-from optstream.rule import is_elementwise
+from optstream.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
@@ -109,9 +109,13 @@ class Describer:
         param: Tensor,
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
-        key = (group, shape, stride, dtype, param.dtype, tuple(state))
+        accelerated = param.device.type != "cpu"
+        key = (group, shape, stride, dtype, param.dtype, accelerated, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]
+            if accelerated and type(self._optimizer) in ELEMENTWISE and not values.get("fused"):
+                # torch's own choice there, where the user leaves it open
+                values = {"foreach": True} | {k: v for k, v in values.items() if v is not None}
             self._layouts[key] = find_layout(
                 self._optimizer, values, shape, stride, dtype, state, param.dtype
             )

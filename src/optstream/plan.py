@@ -23,6 +23,9 @@ MASTER = "master"
 NUM_SLOTS = 4
 """One window being updated, one being written, two being read ahead."""
 
+NUM_DEVICE_BUFFERS = 2
+"""On an accelerator: one window being updated, one being copied out and in."""
+
 MIN_WINDOW_BYTES = 64 * 2**10
 SLICE_ALIGNMENT = 4096
 """Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
@@ -228,10 +231,20 @@ class Plan:
     def peak_host_bytes(self) -> int:
         """The most anonymous host memory ever used above the model and its gradients."""
         stored = self.data_bytes if self.in_place else self.num_slots * self.slot_bytes
-        on_host = [window for window in self.windows if window.device == "cpu"]
-        update = max((self._window_update_bytes(window) for window in on_host), default=0)
-        gradient = max((self._window_gradient_bytes(window) for window in on_host), default=0)
-        return stored + update + gradient + OVERHEAD_BYTES
+        return stored + self._working_bytes("cpu") + OVERHEAD_BYTES
+
+    @cached_property
+    def peak_device_bytes(self) -> int:
+        """The most memory ever used on an accelerator above the model and its gradients, of one."""
+        devices = {window.device for window in self.windows} - {"cpu"}
+        working = [self._working_bytes(device) for device in devices]
+        return max((NUM_DEVICE_BUFFERS * self.slot_bytes + num for num in working), default=0)
+
+    def _working_bytes(self, device: str) -> int:
+        """What updates on a device allocate: temporaries, and gradients in float32."""
+        windows = [window for window in self.windows if window.device == device]
+        gradient = self.gradient_bytes if any(map(self._window_gradient_bytes, windows)) else 0
+        return gradient + max(map(self._window_update_bytes, windows), default=0)
 
     @cached_property
     def written_bytes_per_step(self) -> int:

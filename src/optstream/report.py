@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -79,9 +80,10 @@ class Reporter:
         if metrics is not None:
             try:
                 self._file = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115
-            except OSError as error:
+            except (OSError, TypeError, ValueError) as error:
+                cause = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(
-                    f"cannot write metrics to {os.fspath(metrics)}: {error.strerror}; "
+                    f"cannot write metrics to {metrics!s}: {cause}; "
                     "give a file in an existing, writable folder"
                 ) from error
 
@@ -113,10 +115,21 @@ class Reporter:
             **counted,  # type: ignore[arg-type]
         )
         log.info("%s on rank %d, %s", self._name, self._rank, report)
-        if self._file is not None:
-            print(json.dumps(dataclasses.asdict(report)), file=self._file, flush=True)
+        self._write_line(report)
         return report
+
+    def _write_line(self, report: StepReport) -> None:
+        if self._file is None:
+            return
+        try:
+            print(json.dumps(dataclasses.asdict(report)), file=self._file, flush=True)
+        except OSError as error:
+            # the step is done and its report is at hand; training does not end for a line
+            log.warning("no more metrics are written to %s: %s", self._file.name, error.strerror)
+            self.close()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full drive, of which `_write_line` told
+                self._file.close()
+            self._file = None

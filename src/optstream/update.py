@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from optstream.layout import (
     kept_value,
     step_on,
 )
+from optstream.memory import trim_heap
 from optstream.params import Bound
 from optstream.plan import (
     EXTENT_ALIGNMENT,
@@ -39,10 +40,14 @@ from optstream.plan import (
     ParamSpec,
     Piece,
     Plan,
+    Temporaries,
     Window,
     aligned,
 )
 from optstream.units import format_bytes
+
+TRIM_BYTES = 16 * 2**20
+"""Of parameters updated by rules with temporaries, after which freed memory is given back."""
 
 log = logging.getLogger("optstream")
 
@@ -89,6 +94,8 @@ class Updater:
         self._group_values: dict[int, dict[str, Any]] = {}
         self._attributes: dict[str, Any] = {}
         self._scratch: dict[torch.device, Tensor] = {}
+        self._untrimmed_bytes = 0
+        self._changed: list[tuple[str, Tensor]] = []
         self.followed: set[str] = set()
         """Parameters whose weights something else changed since their last update."""
 
@@ -112,9 +119,11 @@ class Updater:
         ]
         # new state is made by the optimizer itself: one piece at a time keeps that within the bound
         first = [job for job in jobs if self._makes_state(job)]
-        for job in first:
-            self._run([job])
-        self._run([job for job in jobs if job not in first])
+        rest = [job for job in jobs if not self._makes_state(job)]
+        for run in (*([job] for job in first), *_runs(rest)):
+            self._run(run)
+            if buffer.device.type == "cpu":
+                self._trim_heap(run)
 
     def put(
         self,
@@ -170,6 +179,7 @@ class Updater:
         vars(self._optimizer).update(self._attributes)
         self.records.update(self._next)
         self._group_values, self._attributes, self._next = {}, {}, {}
+        self._name_followed()
 
     def _step_without_gradients(self, indices: Sequence[int]) -> None:
         groups = {index: self._window_group(index, []) for index in indices}
@@ -177,6 +187,14 @@ class Updater:
             group["params"] = [nn.Parameter(torch.empty(1, device="meta"))]
         with torch.no_grad():
             self._step_on(groups, defaultdict(dict))
+
+    def _name_followed(self) -> None:
+        for device in {changed.device for _, changed in self._changed}:
+            there = [(name, changed) for name, changed in self._changed if changed.device == device]
+            # the only wait for an accelerator in a step, and one for all parameters
+            flags = torch.stack([changed for _, changed in there]).tolist()
+            self.followed |= {name for (name, _), flag in zip(there, flags, strict=True) if flag}
+        self._changed = []
 
     def _jobs(
         self, spec: ParamSpec, piece: Piece, buffer: Tensor, bound: Bound, scratch: Iterator[Tensor]
@@ -216,16 +234,16 @@ class Updater:
     def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
         if MASTER not in record.stored:
             master.copy_(param)
-        elif follow_parameter(master, param):
-            self.followed.add(spec.name)
+            return
+        changed = follow_parameter(master, param)
+        if not changed.is_cpu or bool(changed):
+            self._changed.append((spec.name, changed))
 
     def _makes_state(self, job: _Job) -> bool:
         stored = self.records[job.param].stored
         return any(key != MASTER for key in job.views) and not stored - {MASTER}
 
     def _run(self, jobs: Sequence[_Job]) -> None:
-        if not jobs:
-            return
         by_group: dict[int, list[_Job]] = {}
         for job in jobs:
             by_group.setdefault(job.spec.group, []).append(job)
@@ -235,6 +253,17 @@ class Updater:
         self._step_on(groups, state)
         for job in jobs:
             self._take_back(job, state[job.proxy])
+            job.state.clear()  # new state is in the window now
+
+    def _trim_heap(self, run: Sequence[_Job]) -> None:
+        """Give back freed temporaries: glibc keeps them, and small blocks between them pile up."""
+        first = any(self._makes_state(job) for job in run)
+        self._untrimmed_bytes += sum(
+            job.proxy.nbytes for job in run if first or job.spec.temporaries is not Temporaries.NONE
+        )
+        if self._untrimmed_bytes >= TRIM_BYTES:
+            trim_heap()
+            self._untrimmed_bytes = 0
 
     def _window_group(self, index: int, jobs: Sequence[_Job]) -> dict[str, Any]:
         public = self._optimizer.param_groups[index]
@@ -298,18 +327,39 @@ class Updater:
         return scratch
 
 
-def follow_parameter(master: Tensor, param: Tensor) -> bool:
-    """Take into the master what something else wrote into its parameter; tell if there was any.
+def _runs(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
+    """Yield what one call of the optimizer updates: all, or TRIM_BYTES of rules that go one by one.
+
+    Ordering: kept; a rule that batches keeps its batch, where it is fast.
+    """
+    run: list[_Job] = []
+    run_bytes = 0
+    for job in jobs:
+        run.append(job)
+        run_bytes += job.proxy.nbytes if job.spec.temporaries is Temporaries.ONE else 0
+        if run_bytes >= TRIM_BYTES:
+            yield run
+            run, run_bytes = [], 0
+    if run:
+        yield run
+
+
+def follow_parameter(master: Tensor, param: Tensor) -> Tensor:
+    """Take into the master what something else wrote into its parameter.
 
     Where the parameter still is the master's rounded value the master keeps its lower bits, so a
     weight that was swapped out and back (EMA, evaluation) loses nothing.
+
+    Returns:
+        Whether there was any (0-dim, bool); on an accelerator nothing has waited for it.
     """
-    changed = False
+    changed = torch.zeros((), dtype=torch.bool, device=master.device)
     for part, written in _chunks(master, param):
-        bits, rounded = written.view(torch.int16), part.to(param.dtype).view(torch.int16)
-        if not torch.equal(bits, rounded):
-            part.copy_(torch.where(bits != rounded, written.to(master.dtype), part))
-            changed = True
+        differs = written.view(torch.int16) != part.to(param.dtype).view(torch.int16)
+        any_differs = differs.any()
+        if not differs.is_cpu or bool(any_differs):
+            part.copy_(torch.where(differs, written.to(master.dtype), part))
+            changed |= any_differs
     return changed
 
 
@@ -322,7 +372,13 @@ def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
 def _part(tensor: Tensor, piece: Piece) -> Tensor:
     if piece.whole:
         return tensor
-    return tensor.contiguous().view(-1)[piece.start : piece.stop]
+    if tensor.is_contiguous():
+        return tensor.view(-1)[piece.start : piece.stop]
+    # a gradient may be laid out as it likes: copy only the rows that hold the slice
+    row = tensor.numel() // len(tensor)
+    rows = tensor[piece.start // row : -(-piece.stop // row)]
+    start = piece.start % row
+    return rows.reshape(-1)[start : start + piece.numel]
 
 
 def _chunks(master: Tensor, param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,13 +7,23 @@ NaN until it has.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from optstream.plan import NUM_DEVICE_BUFFERS
+from optstream.units import format_bytes
+
 Wait = Callable[[], None]
+
+_REGISTER_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device, not only the one that registers."""
+
+log = logging.getLogger("optstream")
 
 
 class Lane(ABC):
@@ -35,8 +45,16 @@ class Lane(ABC):
             A function that blocks until `host` holds the bytes; any thread may call it, repeatedly.
         """
 
+    def settle(self) -> None:  # noqa: B027 - most lanes have nothing under way
+        """Block until no copy and no work on a buffer is under way."""
+
     def pin(self, host: Tensor) -> Wait:
-        """Make a host buffer fit for fast copies; the returned function undoes it."""
+        """Make a host buffer fit for fast copies, where that is possible.
+
+        Returns:
+            A function that undoes it, to be called while no copy is under way; `nothing` if there
+            is nothing to undo.
+        """
         return nothing
 
 
@@ -54,20 +72,34 @@ class CpuLane(Lane):
 
 
 class CudaLane(Lane):
-    """Two device buffers: one is updated while the other is copied out and refilled."""
+    """Two device buffers: one is updated while the other is copied out and refilled.
+
+    Ordering, on the device; the host waits only where a wait is called:
+
+        in stream    load k     ... load k+2, behind unload k
+        current          update k, behind load k ...
+        out stream                   unload k, behind update k ...
+    """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._device = device
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._unloaded = [torch.cuda.Event() for _ in self._buffers]
+        self._buffers = [
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for _ in range(NUM_DEVICE_BUFFERS)
+        ]
+        self._unloaded: list[torch.cuda.Event | None] = [None] * NUM_DEVICE_BUFFERS
         self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))
         self._loaded = torch.cuda.Event()
         self._turn = 0
+        # the allocator hands out memory that work queued on the current stream may still use
+        self._in.wait_stream(torch.cuda.current_stream(device))
 
     def load(self, host: Tensor) -> Tensor:
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % NUM_DEVICE_BUFFERS
         buffer = self._buffers[self._turn][: host.numel()]
-        self._in.wait_event(self._unloaded[self._turn])
+        unloaded = self._unloaded[self._turn]
+        if unloaded is not None:
+            self._in.wait_event(unloaded)
         with torch.cuda.stream(self._in):
             buffer.copy_(host, non_blocking=True)
             self._loaded.record(self._in)
@@ -80,22 +112,42 @@ class CudaLane(Lane):
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host.copy_(self._buffers[self._turn][: host.numel()], non_blocking=True)
-            # an event of its own: a waiter in another thread must not see the next round's record
-            done = torch.cuda.Event()
+            # an event of its own: a waiter in another thread must not see the next round's record;
+            # blocking: waiters sleep, they do not spin
+            done = torch.cuda.Event(blocking=True)
             done.record(self._out)
         self._unloaded[self._turn] = done
-        return done.synchronize
+        return partial(_synchronize, self._device, done)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def pin(self, host: Tensor) -> Wait:
         # registering our own mapping keeps its size; pin_memory=True may round up to a power of two
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        with torch.cuda.device(self._device):
+            result = runtime.cudaHostRegister(host.data_ptr(), host.nbytes, _REGISTER_PORTABLE)
+        try:
+            torch.cuda.check_error(result)
+        except RuntimeError as error:
+            log.warning(
+                "%s cannot be pinned (%s): copies to and from %s are slower",
+                format_bytes(host.nbytes),
+                error,
+                self._device,
+            )
+            return nothing
 
         def unpin() -> None:
-            torch.cuda.synchronize(self._device)
             torch.cuda.check_error(runtime.cudaHostUnregister(host.data_ptr()))
 
         return unpin
+
+
+def _synchronize(device: torch.device, event: torch.cuda.Event) -> None:
+    # a new thread is on device 0, where the call would make a context of some 500 MB
+    with torch.cuda.device(device):
+        event.synchronize()
 
 
 def make_lane(device: torch.device, num_bytes: int) -> Lane:

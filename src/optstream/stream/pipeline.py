@@ -47,7 +47,7 @@ class Stream:
         self._io_threads = io_threads
         self._plan = Plan(window_bytes=0)
         self._slots: list[Slot] = []
-        self._unpin: list[lanes.Wait] = []
+        self._unpin: dict[int, lanes.Wait] = {}
         self._pools: list[ThreadPoolExecutor] = []
         self._lanes: dict[torch.device, lanes.Lane] = {}
         self._stored: set[int] = set()
@@ -64,7 +64,7 @@ class Stream:
             WindowWriteError: something is not, and still cannot be written.
         """
         self.drain()
-        self._lanes = {}
+        self._drop_lanes()
         if plan.slot_bytes > self._plan.slot_bytes or plan.num_slots > self._plan.num_slots:
             self._free_slots()
             self._slots = [allocate(plan.slot_bytes) for _ in range(plan.num_slots)]
@@ -91,35 +91,38 @@ class Stream:
             return
         self._retry_writes()
         self._look_ahead(order)
-        for window in order:
-            slot = self._acquire(window)
-            host = slot.tensor[: self._plan.windows[window].data_bytes]
-            lane = self._lane(devices[window])
-            try:
+        try:
+            for window in order:
+                slot = self._acquire(window)
+                host = slot.tensor[: self._plan.windows[window].data_bytes]
+                lane = self._lane(devices[window])
                 buffer = lane.load(host)
                 lane.wait_loaded()
                 yield window, buffer
-                ready = lane.unload(host)
-            except BaseException:
-                self._abandon(slot)
-                raise
-            self._write(slot, window, ready)
+                self._write(slot, window, lane.unload(host))
+        except BaseException:
+            self._abandon()
+            raise
         self._look_ahead(list(reversed(order)))
 
     def _windows_in_place(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
     ) -> Generator[tuple[int, Tensor], None, None]:
         unloaded: list[lanes.Wait] = []
-        for window in order:
-            host = self._view(window)
-            if window not in self._stored:
-                host.zero_()
-            lane = self._lane(devices[window])
-            buffer = lane.load(host)
-            lane.wait_loaded()
-            yield window, buffer
-            unloaded.append(lane.unload(host))
-            self._stored.add(window)
+        try:
+            for window in order:
+                host = self._view(window)
+                if window not in self._stored:
+                    host.zero_()
+                lane = self._lane(devices[window])
+                buffer = lane.load(host)
+                lane.wait_loaded()
+                yield window, buffer
+                unloaded.append(lane.unload(host))
+                self._stored.add(window)
+        except BaseException:
+            self._abandon()
+            raise
         for wait in unloaded:
             wait()
 
@@ -177,12 +180,15 @@ class Stream:
         """Wait for transfers, end all threads and give back the buffers and the store's files."""
         with self._changed:
             self._next_use = {}
-            self._changed.wait_for(lambda: not self._in_flight())
+        # the threads end with what they were given; slots tell less after an interrupted step
         for pool in self._pools:
             pool.shutdown(wait=True)
-        self._free_slots()
-        self._pools, self._lanes = [], {}
-        self._store.close()
+        self._pools = []
+        try:
+            self._drop_lanes()
+            self._free_slots()
+        finally:
+            self._store.close()
 
     # -- the scan
     # ----------------------------------------------
@@ -214,9 +220,15 @@ class Stream:
             slot.tensor.zero_()
         return slot
 
-    def _abandon(self, slot: Slot) -> None:
+    def _abandon(self) -> None:
+        """Drop the window whose update did not end, and read no further ahead."""
+        for lane in self._lanes.values():
+            lane.settle()
         with self._changed:
-            slot.put(SlotState.FREE, None)
+            self._next_use = {}
+            for slot in self._slots:
+                if slot.state is SlotState.BUSY:
+                    slot.put(SlotState.FREE, None)
 
     def _wait(self, *, reading: bool) -> None:
         start = time.perf_counter()
@@ -274,23 +286,30 @@ class Stream:
         errors: list[Exception] = []
         left = len(offsets)
 
-        def move(offset: int) -> None:
+        def end_piece() -> None:
             nonlocal left
+            left -= 1
+            if left == 0:
+                done(slot, num_bytes, errors[0] if errors else None)
+                self._changed.notify_all()
+
+        def move(offset: int) -> None:
             try:
                 ready()
                 transfer(window, offset, slot.memory[offset : min(offset + PIECE_BYTES, num_bytes)])
             except Exception as error:  # whatever it is, the thread that steps must hear it
                 errors.append(error)
             with self._changed:
-                left -= 1
-                if left == 0:
-                    done(slot, num_bytes, errors[0] if errors else None)
-                    self._pump()
-                    self._changed.notify_all()
+                end_piece()
+                self._pump()
 
         pool = self._pools[self._store.drive(window)]
         for offset in offsets:
-            pool.submit(move, offset)
+            try:
+                pool.submit(move, offset)
+            except RuntimeError as error:  # the interpreter is ending, or may have no more threads
+                errors.append(error)
+                end_piece()
 
     def _read_done(self, slot: Slot, num_bytes: int, error: Exception | None) -> None:
         if error is None:
@@ -318,7 +337,9 @@ class Stream:
                     assert slot.window is not None
                     self._write_errors.pop(slot.window, None)
                     self._write(slot, slot.window, lanes.nothing)
+                    start = time.perf_counter()
                     self._changed.wait_for(partial(_is_written, slot))
+                    self.counters.write_wait_s += time.perf_counter() - start
         self.check()
 
     def check(self) -> None:
@@ -339,18 +360,29 @@ class Stream:
     def _lane(self, device: torch.device) -> lanes.Lane:
         if device not in self._lanes:
             lane = lanes.make_lane(device, self._plan.slot_bytes)
+            self._pin(lane)
             self._lanes[device] = lane
-            if not self._unpin:
-                hosts = [slot.tensor for slot in self._slots]
-                if self._plan.in_place:
-                    hosts = [self._view(window) for window in range(self._plan.num_windows)]
-                self._unpin = [lane.pin(host) for host in hosts if host.nbytes]
         return self._lanes[device]
 
+    def _pin(self, lane: lanes.Lane) -> None:
+        hosts = [slot.tensor for slot in self._slots]
+        if self._plan.in_place:
+            hosts = [self._view(window) for window in range(self._plan.num_windows)]
+        for host in hosts:
+            if host.nbytes and host.data_ptr() not in self._unpin:
+                unpin = lane.pin(host)
+                if unpin is not lanes.nothing:
+                    self._unpin[host.data_ptr()] = unpin
+
+    def _drop_lanes(self) -> None:
+        for lane in self._lanes.values():
+            lane.settle()
+        self._lanes = {}
+
     def _free_slots(self) -> None:
-        for unpin in self._unpin:
+        for unpin in self._unpin.values():
             unpin()
-        self._unpin, self._slots = [], []
+        self._unpin, self._slots = {}, []
 
 
 def _is_written(slot: Slot) -> bool:

@@ -59,6 +59,9 @@ def allocate(num_bytes: int) -> Slot:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # a data loader forks while transfers are under way: before Linux 6.3 their pages could end up
+    # in the child (open(2), NOTES on O_DIRECT)
+    memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor.zero_()
     return Slot(memoryview(memory), tensor)
