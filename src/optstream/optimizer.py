@@ -161,12 +161,14 @@ class StreamedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
-        self._plan_parameters()
-        bound = bind(self.plan.params, self.param_groups)
-        order = self._order(bound)
-        self._update_windows([window for window in order if window not in self._done], bound)
-        self._finish_step(order)
-        self._total_s += time.perf_counter() - start
+        try:
+            self._plan_parameters()
+            bound = bind(self.plan.params, self.param_groups)
+            order = self._order(bound)
+            self._update_windows([window for window in order if window not in self._done], bound)
+            self._finish_step(order)
+        finally:
+            self._total_s += time.perf_counter() - start
         self._make_report(len(order))
         self._check_writes()
         return loss
