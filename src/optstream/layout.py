@@ -53,9 +53,29 @@ def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
     return lambda: step(optimizer)
 
 
+def step_without_hooks(groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> dict[str, Any]:
+    """Return the attributes with which an optimizer steps on other groups and calls nobody.
+
+    `raw_step` is not enough: a subclass whose step calls its base's runs the hooks there.
+    """
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {"param_groups": groups, "state": state, **{key: {} for key in hooks}}
+
+
 def is_streamed(value: object) -> bool:
     """Tell whether a state value goes into a window: tensors do, but for 0-dim ones (counters)."""
     return isinstance(value, Tensor) and value.dim() > 0
+
+
+def kept_value(value: Any, narrow: torch.dtype, wide: torch.dtype) -> Any:
+    """Return a copy of a counter, of a 0-dim parameter's state or of a Python value.
+
+    Args:
+        narrow, wide: what has the parameter's dtype gets its master's.
+    """
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to(wide if value.dtype == narrow else value.dtype, copy=True)
 
 
 def find_layout(
@@ -65,18 +85,20 @@ def find_layout(
     stride: Sequence[int],
     dtype: torch.dtype,
     state: Mapping[str, Any],
+    narrow: torch.dtype,
 ) -> Layout:
     """Find what `optimizer` keeps for a parameter of this shape, stride (elements) and dtype.
 
     Args:
         group: its param_group; only the hyperparameters are used.
         state: what is already there for it (a counter of 1000 may switch a rule); not changed.
+        narrow: the parameter's own dtype; such state becomes `dtype` where there is a master.
 
     Raises:
         UnsupportedOptimizerError: the rule needs values, not shapes, or keeps tensors inside
         containers.
     """
-    probe = _Probe(optimizer, group, shape, stride, dtype, state)
+    probe = _Probe(optimizer, group, shape, stride, dtype, state, narrow)
     try:
         with _ItemAnswer():  # type: ignore[no-untyped-call]
             return probe.run("meta")
@@ -112,6 +134,7 @@ class _Probe:
         stride: Sequence[int],
         dtype: torch.dtype,
         state: Mapping[str, Any],
+        narrow: torch.dtype,
     ) -> None:
         self.optimizer = optimizer
         # capturable wants its device; it moves counters there and leaves the rest as it is
@@ -120,6 +143,7 @@ class _Probe:
         )
         self.shape, self.stride, self.dtype = tuple(shape), tuple(stride), dtype
         self.state = state
+        self.narrow = narrow
 
     def run(self, device: str) -> Layout:
         # fused kernels exist only for real devices; the state they keep is that of the plain rule
@@ -128,6 +152,7 @@ class _Probe:
         shell, first, later = self._two_steps(group, device, 1)
         _, _, later_of_four = self._two_steps(group, device, 4)
         kept = shell.state[shell.groups[0]["params"][0]]
+        self._check_keys(shell)
         tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
         advances = bool(changed_values(group, shell.groups[0]))
         if fused:
@@ -150,6 +175,15 @@ class _Probe:
             peaks.append(peak.peak_bytes)
         return shell, peaks[0], peaks[1]
 
+    def _check_keys(self, shell: Shell) -> None:
+        shared = [key for key in shell.state if not isinstance(key, Tensor)]
+        if shared:
+            raise UnsupportedOptimizerError(
+                f"{type(self.optimizer).__name__} cannot be offloaded: its state {shared[0]!r} "
+                "belongs to no parameter, and streaming sees a few parameters at a time; "
+                "use it without offload"
+            )
+
     def _param(self, device: str) -> torch.nn.Parameter:
         data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         param = torch.nn.Parameter(data)
@@ -159,17 +193,15 @@ class _Probe:
     def _state(self, device: str) -> dict[str, Any]:
         return {
             key: torch.empty_strided(
-                value.shape, value.stride(), dtype=self._widened(value), device=device
+                value.shape,
+                value.stride(),
+                dtype=self.dtype if value.dtype == self.narrow else value.dtype,
+                device=device,
             )
             if is_streamed(value)
-            else copy.deepcopy(value)
+            else kept_value(value, self.narrow, self.dtype)
             for key, value in self.state.items()
         }
-
-    def _widened(self, value: Tensor) -> torch.dtype:
-        """Return the dtype that a state gets where its low-precision parameter has a master."""
-        narrower = value.is_floating_point() and value.itemsize < self.dtype.itemsize
-        return self.dtype if narrower else value.dtype
 
 
 class Shell:
@@ -181,8 +213,7 @@ class Shell:
         # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
         self.optimizer.__dict__.update(optimizer.__dict__)
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self.optimizer.state = self.state
-        self.optimizer.param_groups = groups
+        vars(self.optimizer).update(step_without_hooks(groups, self.state))
 
     def step(self) -> None:
         raw_step(self.optimizer)()

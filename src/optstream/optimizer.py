@@ -1,37 +1,45 @@
 """StreamedOptimizer: a torch optimizer whose state is on the drive. Read this file first.
 
-`step()` is the whole story: bind today's parameters and gradients, let the stream bring one window
-of state after another, update each, and report what happened.
+`step()` is what training calls; state.py has the loop behind it: bind today's parameters and
+gradients, let the stream bring one window of state after another, update each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optstream.errors import ClosedError, ConfigError, ModelChangedError, WindowIOError
-from optstream.headers import window_files
-from optstream.params import Bound, Describer, bind, has_existing_state, parameter_names, unplanned
+from optstream.checkpoint.directory import (
+    check_space,
+    check_target,
+    existing_parent,
+    open_checkpoint,
+    publish,
+    verify,
+)
+from optstream.checkpoint.match import by_name, check_class, check_groups, compare, fitting
+from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
+from optstream.layout import hyperparameters
 from optstream.plan import Plan, parse_window_bytes
 from optstream.report import Reporter, StepReport
 from optstream.rule import check_optimizer
+from optstream.state import StateView, StreamedState
 from optstream.store import open_store
-from optstream.store.base import Store
 from optstream.stream import Stream
-from optstream.units import format_bytes, parse_bytes
-from optstream.update import Updater
+from optstream.stream.background import Background
+from optstream.units import parse_bytes
 
 StrPath = str | os.PathLike[str]
-log = logging.getLogger("optstream")
 
 
 def offload(
@@ -76,16 +84,13 @@ def offload(
     if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
     window_bytes = parse_window_bytes(parse_bytes(window, "window"))
-    directories = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
     with contextlib.ExitStack() as undo:
         reporter = Reporter(type(optimizer).__name__, 0, metrics)
         undo.callback(reporter.close)
-        stream = Stream(opened := open_store(store, directories), io_threads)
-        undo.callback(stream.close)
-        plan = Plan(window_bytes, in_place=opened.in_place)
-        names = parameter_names(optimizer.param_groups, model)
-        describer = Describer(optimizer, master_weights)
-        streamed = StreamedOptimizer(optimizer, opened, stream, plan, describer, names, reporter)
+        opened = open_store(store, directory)
+        state = StreamedState(optimizer, opened, io_threads, window_bytes, master_weights, model)
+        undo.callback(state.stream.close)
+        streamed = StreamedOptimizer(optimizer, state, reporter)
         undo.pop_all()
     return streamed
 
@@ -95,46 +100,39 @@ class StreamedOptimizer(Optimizer):
 
     Attributes:
         param_groups: the wrapped optimizer's own list; hyperparameters are read from it at every
-        step. plan: windows and their cost in bytes. report: StepReport of the last step; None
-        before the first.
+            step.
+        state: a view of the state, to look at; see StateView.
+        report: StepReport of the last step; None before the first.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        store: Store,
-        stream: Stream,
-        plan: Plan,
-        describer: Describer,
-        names: dict[int, str],
-        reporter: Reporter,
-    ) -> None:
-        # torch's way of making an optimizer around existing groups; hooks move here, they run once
-        # a step
+    def __init__(self, optimizer: Optimizer, state: StreamedState, reporter: Reporter) -> None:
+        # torch's way of making an optimizer around existing groups; hooks move here, where they run
+        # once a step
         self.__setstate__(
             {
                 **{key: value for key, value in optimizer.__dict__.items() if "_hooks" in key},
                 "defaults": optimizer.defaults,
                 "param_groups": optimizer.param_groups,
-                "state": optimizer.state,
+                "state": StateView(state),
             }
         )
-        self.plan = plan
         self.report: StepReport | None = None
         self._optimizer = optimizer
-        self._store = store
-        self._stream = stream
-        self._describer = describer
-        self._names = names
+        self._state = state
         self._reporter = reporter
-        self._updater = Updater(optimizer)
-        self._update_s = self._total_s = 0.0
-        self._backwards = False
-        self._done: set[int] = set()
-        self._plan_parameters()
-        if has_existing_state(optimizer):
-            self._take_existing_state()
-        self._finalizer = weakref.finalize(self, _close, stream, reporter, os.getpid())
+        self._total_s = 0.0
+        self._saving = Background()
+        self._broken = ""
+        state.extend()
+        self._take_existing_state()
+        self._finalizer = weakref.finalize(
+            self, _close, self._saving, state.stream, reporter, os.getpid()
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """Windows and their cost in bytes."""
+        return self._state.plan
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -150,66 +148,38 @@ class StreamedOptimizer(Optimizer):
 
         Raises:
             WindowReadError, WindowWriteError: with file, offset, bytes and errno. The message says
-            whether
-                the step was applied in full; if not, call `step()` again with the same gradients:
-                it updates the windows that are left.
+                whether the step was applied in full; if not, call `step()` again with the same
+                gradients: it updates the windows that are left.
             ModelChangedError: a parameter no longer fits its state; nothing was changed.
         """
         self._check_open()
+        if self._broken:
+            raise CheckpointError(self._broken)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
         try:
-            self._plan_parameters()
-            bound = bind(self.plan.params, self.param_groups)
-            order = self._order(bound)
-            self._update_windows([window for window in order if window not in self._done], bound)
-            self._finish_step(order)
+            self._state.extend()
+            num_windows = self._state.step()
+        except WindowIOError as error:
+            error.progress = (
+                f"step {self._reporter.next_step} has updated {self._state.num_updated} windows "
+                f"and left {self._state.num_left}; call step() again with the same gradients to "
+                "finish it"
+            )
+            raise
         finally:
             self._total_s += time.perf_counter() - start
-        self._make_report(len(order))
+        self._make_report(num_windows)
         self._check_writes()
         return loss
 
-    def _update_windows(self, order: Sequence[int], bound: Mapping[int, Bound]) -> None:
-        devices = {window: self._device(window, bound) for window in order}
-        with torch.no_grad(), contextlib.closing(self._stream.windows(order, devices)) as windows:
-            try:
-                for window, data in windows:
-                    start = time.perf_counter()
-                    self._updater.update(self.plan, self.plan.windows[window], data, bound)
-                    self._update_s += time.perf_counter() - start
-                    self._done.add(window)
-            except WindowIOError as error:
-                error.progress = (
-                    f"step {self._reporter.next_step} has updated {len(self._done)} windows and "
-                    f"left {len(set(order) - self._done)}; call step() again "
-                    "with the same gradients to finish it"
-                )
-                raise
-
-    def _finish_step(self, order: Sequence[int]) -> None:
-        groups = range(len(self.param_groups))
-        advancing = [group for group in groups if self._describer.advances_group(group)]
-        self._updater.commit(self.param_groups, advancing)
-        self._done = set()
-        if order:
-            self._backwards = not self._backwards
-        if self._updater.followed:
-            names = sorted(self._updater.followed)
-            log.info(
-                "%d parameters were written by something else (%s, ...): their masters follow",
-                len(names),
-                names[0],
-            )
-            self._updater.followed.clear()
-
     def _make_report(self, num_windows: int) -> None:
         totals = {
-            **vars(self._stream.counters),
-            "update_s": self._update_s,
+            **vars(self._state.stream.counters),
+            "update_s": self._state.update_s,
             "total_s": self._total_s,
         }
         self.report = self._reporter.report(num_windows, totals)
@@ -217,33 +187,12 @@ class StreamedOptimizer(Optimizer):
     def _check_writes(self) -> None:
         """Raise what could not be written, now that the step is complete."""
         try:
-            self._stream.check()
+            self._state.stream.check()
         except WindowIOError as error:
             error.progress = f"step {self._reporter.next_step - 1} was applied in full"
             raise
 
-    def _order(self, bound: Mapping[int, Bound]) -> list[int]:
-        """Return the windows with gradients; every other scan goes backwards from the last one."""
-        active = [
-            index
-            for index, window in enumerate(self.plan.windows)
-            if any(piece.param in bound for piece in window.pieces)
-        ]
-        return active[::-1] if self._backwards else active
-
-    def _device(self, window: int, bound: Mapping[int, Bound]) -> torch.device:
-        pieces = [piece for piece in self.plan.windows[window].pieces if piece.param in bound]
-        devices = {bound[piece.param].param.device for piece in pieces}
-        if len(devices) != 1:
-            name = self.plan.params[pieces[0].param].name
-            raise ModelChangedError(
-                f"the parameters of the window of {name} are on {sorted(map(str, devices))}, they "
-                "were on one device when the optimizer was wrapped; wrap it after moving the model"
-            )
-        return devices.pop()
-
-    # -- parameters
-    # ----------------------------------------------
+    # -- parameters ----------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer and reserve space for its state.
@@ -253,64 +202,181 @@ class StreamedOptimizer(Optimizer):
         """
         self._check_open()
         self._optimizer.add_param_group(param_group)
-        self._names = parameter_names(self.param_groups, None) | self._names
+        self._state.name_new_parameters()
         try:
-            self._plan_parameters()
+            self._state.extend()
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _plan_parameters(self) -> None:
-        """Give every parameter that trains a place in the plan and in the store."""
-        new = [
-            self._describer.describe(self._name(group, position), group, position)
-            for group, position in unplanned(
-                self.plan.params, self.param_groups, self._optimizer.state
-            )
-        ]
-        if not new:
-            return
-        plan = self.plan.extended(new)
-        self._store.reserve(window_files(plan, self.plan.num_windows))
-        self._stream.resize(plan)
-        self.plan = plan
-        log.info(
-            "%s: %d windows, %s of state, at most %s of host memory",
-            type(self._optimizer).__name__,
-            plan.num_windows,
-            format_bytes(plan.state_bytes),
-            format_bytes(plan.peak_host_bytes),
-        )
-
-    def _name(self, group: int, position: int) -> str:
-        param = self.param_groups[group]["params"][position]
-        return self._names.get(id(param), f"group{group}.param{position}")
-
     def _take_existing_state(self) -> None:
         """Move what the optimizer has in memory to the store."""
-        tensors = [p for group in self.param_groups for p in group["params"]]
-        state = {p: dict(self._optimizer.state[p]) for p in tensors if self._optimizer.state.get(p)}
-        params = [
-            self.param_groups[spec.group]["params"][spec.position] for spec in self.plan.params
-        ]
-        bound = {i: Bound(p, p) for i, p in enumerate(params) if p in state}
-        order = self._order(bound)
-        devices = {window: self._device(window, bound) for window in order}
-        self._stream.forget(order)
-        with torch.no_grad(), contextlib.closing(self._stream.windows(order, devices)) as windows:
-            for window, data in windows:
-                self._updater.put(
-                    self.plan.params,
-                    self.plan.windows[window],
-                    data,
-                    {index: state[b.param] for index, b in bound.items()},
-                )
-        self._updater.commit(self.param_groups)
-        self._stream.drain()
+        params = {index: self._state.param(index) for index in range(len(self.plan.params))}
+        kept = self._optimizer.state
+        existing = {index: dict(kept[p]) for index, p in params.items() if kept.get(p)}
+        if existing:
+            self._state.put(existing)
         self._optimizer.state.clear()
 
-    # -- lifetime
-    # ----------------------------------------------
+    # -- state as tensors ----------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a snapshot in torch's form; its tensors are mapped from files, not in memory.
+
+        They keep their values while training goes on (the next write of each window goes to a fresh
+        file), so this needs space on the drive for a second generation. Parameters with masters
+        have them under "master".
+
+        Raises:
+            OutOfSpaceError: no space for the second generation; training can go on.
+        """
+        self._check_open()
+        view = self.state
+        self.state = self._snapshot_by_param()  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = view
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Replace all state, window by window.
+
+        Args:
+            state_dict: of this optimizer, or of the plain one it wraps. Parameters are matched by
+                name where both sides have names, else by position.
+            strict: state that is missing or left over is an error; else it is a warning.
+
+        Raises:
+            CheckpointError: the state does not fit; nothing was changed.
+        """
+        self._check_open()
+        self._saving.wait()
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups, states = by_name(state_dict, self._group_names())
+        self._check_fits("the state_dict", groups, states, strict)
+        self._put("the state_dict", groups, states)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _check_fits(
+        self,
+        source: str,
+        groups: Sequence[Mapping[str, Any]],
+        states: Mapping[str, Mapping[str, Any] | None],
+        strict: bool,
+    ) -> None:
+        names = self._group_names()
+        check_groups(source, groups, names)
+        known = [name for group in names for name in group]
+        compare(self.plan.params, states, known).settle(source, strict)
+
+    def _put(
+        self,
+        source: str,
+        groups: Sequence[Mapping[str, Any]],
+        states: Mapping[str, Mapping[str, Any] | None],
+    ) -> None:
+        specs = enumerate(self.plan.params)
+        given = {i: fitting(spec, state) for i, spec in specs if (state := states.get(spec.name))}
+        self._broken = f"loading {source} failed half-way; load it, or a checkpoint, again"
+        self._state.put(given)
+        self._set_groups(groups)
+        self._broken = ""
+
+    def _set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over hyperparameters; what is a tensor stays on its device."""
+        for group, values in zip(self.param_groups, groups, strict=True):
+            before = dict(group)
+            group.clear()
+            for key, value in hyperparameters(values).items():
+                old = before.get(key)
+                if isinstance(value, Tensor) and isinstance(old, Tensor):
+                    value = value.to(old.device)
+                group[key] = value
+            group.update({k: before[k] for k in ("params", "param_names") if k in before})
+        # fills what a state_dict of an older torch lacks
+        self._optimizer.__setstate__({"param_groups": self.param_groups})
+
+    def _group_names(self) -> list[list[str]]:
+        return [
+            [self._state.name(g, position) for position in range(len(group["params"]))]
+            for g, group in enumerate(self.param_groups)
+        ]
+
+    def _snapshot_by_param(self) -> dict[Tensor, dict[str, Any]]:
+        snapshot = self._state.snapshot(self._reporter.next_step - 1)
+        planned = [self._state.param(index) for index in range(len(self.plan.params))]
+        specs = self.plan.params
+        return {p: snapshot.state(spec.name) for p, spec in zip(planned, specs, strict=True)}
+
+    # -- checkpoints ----------------------------------------------
+
+    def save(self, path: StrPath, wait: bool = True) -> Background:
+        """Make a checkpoint of the state: a directory of links to the files that hold it.
+
+        No state bytes move where `path` is on the filesystem of the state; training may go on at
+        once, its next writes go to fresh files. On another filesystem the files are copied.
+
+        Args:
+            path: of the new directory; a checkpoint that is there is replaced when the new one is
+                whole.
+            wait: False copies in the background; the returned object's `wait()` gives errors. A
+                second save, a load and `close` wait for it first.
+
+        Raises:
+            OutOfSpaceError: no space for copies, or for the writes that follow; nothing was
+                changed.
+            StoreError: the path cannot be used; what was there is still there.
+        """
+        self._check_open()
+        self._saving.wait()
+        target = Path(path).absolute()
+        check_target(target)
+        check_space(target, self._state.bytes_off(existing_parent(target)))
+        snapshot = self._state.snapshot(self._reporter.next_step - 1)
+        self._saving.start(partial(publish, snapshot, target))
+        if wait:
+            self._saving.wait()
+        return self._saving
+
+    def load(self, path: StrPath, *, strict: bool = True, check: bool = False) -> None:
+        """Take a checkpoint's state.
+
+        Laid out like this optimizer and on its filesystem, its files are used as they are and read
+        when the next step needs them; each piece is then held against its digest. Otherwise
+        (another window size, drive, store or order of parameters) all is checked, then copied
+        window by window.
+
+        Args:
+            path: a directory made by `save`.
+            strict: state that is missing or left over is an error; else it is a warning.
+            check: read and check everything before anything is changed.
+
+        Raises:
+            CheckpointError: not a whole checkpoint, or it does not fit; nothing was changed.
+            WindowReadError: bytes are not what was written.
+        """
+        self._check_open()
+        self._saving.wait()
+        snapshot = open_checkpoint(Path(path).absolute())
+        manifest, source = snapshot.manifest, f"checkpoint {os.fspath(path)}"
+        check_class(source, manifest.optimizer, self._optimizer, strict)
+        states = {name: snapshot.state(name) for name in manifest.params}
+        self._check_fits(source, manifest.groups, states, strict)
+        if check:
+            verify(snapshot)
+        if self._state.adopt(snapshot):
+            self._set_groups(manifest.groups)
+            self._broken = ""
+        else:
+            if not check:
+                verify(snapshot)
+            self._put(source, manifest.groups, states)
+        self._reporter.resume(manifest.step)
+
+    # -- lifetime ----------------------------------------------
 
     def close(self) -> None:
         """Wait for the last writes, end the threads and remove the files. May be called twice."""
@@ -335,8 +401,11 @@ class StreamedOptimizer(Optimizer):
         )
 
 
-def _close(stream: Stream, reporter: Reporter, owner: int) -> None:
+def _close(saving: Background, stream: Stream, reporter: Reporter, owner: int) -> None:
     # a forked child inherits the object, not the threads; the files are the parent's
     if os.getpid() == owner:
-        stream.close()
-        reporter.close()
+        try:
+            saving.wait()
+        finally:
+            stream.close()
+            reporter.close()

@@ -111,13 +111,15 @@ class Describer:
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
         accelerated = param.device.type != "cpu"
-        key = (group, shape, stride, dtype, accelerated, tuple(state))
+        key = (group, shape, stride, dtype, param.dtype, accelerated, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]
             if accelerated and type(self._optimizer) in ELEMENTWISE and not values.get("fused"):
                 # torch's own choice there, where the user leaves it open
                 values = {"foreach": True} | {k: v for k, v in values.items() if v is not None}
-            self._layouts[key] = find_layout(self._optimizer, values, shape, stride, dtype, state)
+            self._layouts[key] = find_layout(
+                self._optimizer, values, shape, stride, dtype, state, param.dtype
+            )
         return self._layouts[key]
 
     def _can_slice(
@@ -180,6 +182,12 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
             f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
             f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
             "final shape and dtype"
+        )
+    if spec.elementwise and not param.is_contiguous():
+        # a flat slice of it would be a copy, and its update lost
+        raise ModelChangedError(
+            f"{spec.name} is no longer contiguous (strides {param.stride()}), its state on the "
+            "drive is in slices; wrap the optimizer after the model has its final memory format"
         )
 
 

@@ -153,6 +153,10 @@ class Piece:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def extent(self, key: str) -> Extent:
+        """Return the extent of a key that the plan knows."""
+        return next(extent for extent in self.extents if extent.key == key)
+
 
 @dataclass(frozen=True)
 class Window:

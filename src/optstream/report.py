@@ -91,6 +91,10 @@ class Reporter:
     def next_step(self) -> int:
         return self._steps + 1
 
+    def resume(self, steps: int) -> None:
+        """Count on from a checkpoint."""
+        self._steps = steps
+
     def report(self, num_windows: int, totals: Mapping[str, float]) -> StepReport:
         """Return the report of a step that just ended, and log it.
 

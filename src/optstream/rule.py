@@ -23,8 +23,9 @@ from optstream.layout import Shell, hyperparameters
 _ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 _ELEMENTWISE = (*_ADAMS, "SGD", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
 _PER_PARAMETER = ("Adafactor", "Muon")
-_TRIAL_STEPS = 3
+_TRIAL_STEPS = 8
 _TRIAL_EDGE = 8
+_TRIAL_LR = 1.0
 
 log = logging.getLogger("optstream")
 
@@ -70,6 +71,15 @@ def check_optimizer(optimizer: object) -> None:
         raise UnsupportedOptimizerError(
             f"{name} cannot be offloaded: it evaluates a closure several times a step and its "
             "state spans all parameters; use it without offload"
+        )
+    wrapped = next(
+        (value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None
+    )
+    if wrapped is not None:
+        inner = type(wrapped).__name__
+        raise UnsupportedOptimizerError(
+            f"{name} cannot be offloaded: it steps another optimizer, {inner}; "
+            f"offload the {inner} and give {name} the result"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedOptimizerError(
@@ -117,9 +127,16 @@ def _small_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     for group in optimizer.param_groups:
         dims = [p.dim() for p in group["params"]] or [2]
         shapes = [(_TRIAL_EDGE,) * dim for dim in (min(dims), max(dims))]
-        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        params = [nn.Parameter(_random(shape, generator)) for shape in shapes]
         groups.append({**copy.deepcopy(hyperparameters(group)), "params": params})
+        if not group.get("lr", True):
+            groups[-1]["lr"] = _TRIAL_LR  # a warm-up begins at 0, which would hide everything
     return groups
+
+
+def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    # float64 shows what float32 rounds away in so few steps
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
 def _trial(optimizer: Optimizer, groups: list[dict[str, Any]], *, apart: bool) -> list[Tensor]:
@@ -134,10 +151,13 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]], *, apart: bool) -
         calls = [groups]
     shells = [Shell(optimizer, call) for call in calls]
     generator = torch.Generator().manual_seed(1)
+    # a steady direction: a rule that adapts its step size to the progress made begins to do so
+    directions = [_random(param.shape, generator) for param in params]
     for _ in range(_TRIAL_STEPS):
-        for index, param in enumerate(params):
-            param.grad = torch.randn(param.shape, generator=generator) * (10.0**index)
+        for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
+            noise = _random(param.shape, generator)
+            param.grad = (direction + 0.1 * noise) * 10.0 ** (index % 4)
         with torch.no_grad():
             for shell in shells:
                 shell.step()
-    return [param.detach() for param in params]
+    return [param.detach().view(torch.int64) for param in params]

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optstream.errors import StateChangedError
-from optstream.layout import advance_group, changed_values, hyperparameters, is_streamed, raw_step
+from optstream.layout import (
+    advance_group,
+    changed_values,
+    hyperparameters,
+    is_streamed,
+    kept_value,
+    raw_step,
+    step_without_hooks,
+)
 from optstream.memory import trim_heap
 from optstream.params import Bound
 from optstream.plan import (
@@ -135,20 +143,27 @@ class Updater:
         for piece in window.pieces:
             if piece.param not in states:
                 continue
+            spec = params[piece.param]
+            wide = torch.float32 if spec.has_master else spec.dtype
             record = self._next.setdefault(piece.param, Record())
             views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
             for key, value in states[piece.param].items():
                 if not is_streamed(value):
-                    record.kept[key] = value
+                    record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
                 part = _part(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
-                        f"{params[piece.param].name}/{key} of shape {tuple(value.shape)} is not "
+                        f"{spec.name}/{key} of shape {tuple(value.shape)} is not "
                         "what the optimizer keeps for this parameter; it cannot be streamed"
                     )
                 views[key].copy_(part)
                 record.stored |= {key}
+
+    def reset(self) -> None:
+        """Forget what parameters kept: all state is new, or about to be put."""
+        self.records.clear()
+        self._next, self._group_values = {}, {}
 
     def commit(self, groups: Sequence[dict[str, Any]], advancing: Sequence[int] = ()) -> None:
         """Make the counters of this step the current ones.
@@ -207,7 +222,7 @@ class Updater:
         record = self.records[piece.param]
         proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
         proxy.grad = grad
-        state = _working_copy(record.kept)
+        state = working_copy(record.kept)
         state.update(record.unplanned.get(piece.start + start, {}))
         state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
         return _Job(spec, piece.param, piece.start + start, target, proxy, state, views)
@@ -261,13 +276,14 @@ class Updater:
         return group
 
     def _step_on(self, groups: list[dict[str, Any]], state: defaultdict[Tensor, Any]) -> None:
-        optimizer = self._optimizer
-        public = optimizer.param_groups, optimizer.state
-        optimizer.param_groups, optimizer.state = groups, state
+        own = vars(self._optimizer)
+        window = step_without_hooks(groups, state)
+        public = {key: own[key] for key in window}
+        own.update(window)
         try:
             self._step()
         finally:
-            optimizer.param_groups, optimizer.state = public
+            own.update(public)
 
     def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""
@@ -382,7 +398,8 @@ def _fits(value: Tensor, view: Tensor) -> bool:
     return value.shape == view.shape and value.dtype == view.dtype
 
 
-def _working_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+def working_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of counters and Python values that may be changed."""
     return {
         key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in values.items()

@@ -1,8 +1,8 @@
-"""A lane that does what an accelerator's does, late: a missing wait shows as NaN in the parameters.
+"""A lane that does what an accelerator's does, late: a missing wait shows as NaN.
 
-Its "device" is a second pair of buffers in host memory. Copies run in order on threads of their own,
-one inwards and one outwards, as on two device streams; until a copy is through its target is filled
-with 0xFF, which every floating dtype reads as NaN.
+Its "device" is a second pair of buffers in host memory. Copies run in order on threads of their
+own, one inwards and one outwards, as on two device streams; until a copy is through its target is
+filled with 0xFF, which every floating dtype reads as NaN.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from optstream.stream import lane as lanes
 from torch import Tensor
+
+from optstream.stream import lane as lanes
 
 IN_S, OUT_S = 0.001, 0.005
 """Outward copies take longer, so that who does not wait for one is sure to be earlier."""

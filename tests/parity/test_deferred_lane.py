@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import optstream
 import pytest
 import torch
+from torch import nn
+
+import optstream
 from parity.cases import (
     Case,
     assert_same_bits,
@@ -23,7 +25,6 @@ from parity.lanes import (
     WithoutUnloadWait,
     installed,
 )
-from torch import nn
 
 REPRESENTATIVE = [
     case

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import optstream
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import optstream
 from parity.cases import (
     SHAPES,
     Case,
@@ -18,8 +21,6 @@ from parity.cases import (
     torch_cases,
     train,
 )
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 ODD_SHAPES = ((), (0,), (0, 3), (1,), (1, 1), (13, 17), (3, 1, 5, 2), (4097,), (), (4, 4096))
 BOTH = pytest.mark.parametrize("store", ["direct", "memory"])
@@ -45,7 +46,9 @@ def test_complex(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["SGD-momentum-for", "AdamW-for", "AdamW-fused", "Adagrad-foreach"])
+@pytest.mark.parametrize(
+    "name", ["SGD-momentum-for", "AdamW-for", "AdamW-fused", "Adagrad-foreach"]
+)
 def test_scalars_empty_and_odd_shapes(
     name: str, dtype: torch.dtype, store: str, tmp_path: Path
 ) -> None:
@@ -81,7 +84,9 @@ def laid_out(layout: str, dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["SGD-momentum-for", "AdamW-foreach", "AdamW-fused", "Adafactor-for"])
+@pytest.mark.parametrize(
+    "name", ["SGD-momentum-for", "AdamW-foreach", "AdamW-fused", "Adafactor-for"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     case = next(case for case in torch_cases() if case.name == name)
@@ -209,9 +214,7 @@ def test_no_gradients_at_all_touch_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", torch_cases("AdamW", "Adagrad", "SGD"), ids=str)
-def test_frozen_parameters_that_train_later(
-    case: Case, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_frozen_parameters_that_train_later(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
     def thaw(params: Sequence[nn.Parameter], step: int) -> None:
         for index, param in enumerate(params):
             param.requires_grad_(index % 2 == 0 or step >= 3)
@@ -253,9 +256,7 @@ def test_a_parameter_that_never_gets_a_gradient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store", ["direct", "memory"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_groups_with_options_of_their_own(
-    dtype: torch.dtype, store: str, tmp_path: Path
-) -> None:
+def test_groups_with_options_of_their_own(dtype: torch.dtype, store: str, tmp_path: Path) -> None:
     def make(params: Any) -> Optimizer:
         decayed, plain, rest = params[:2], params[2:3], params[3:]
         return torch.optim.AdamW(

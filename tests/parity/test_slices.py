@@ -7,9 +7,11 @@ elements from which torch splits an operation over its threads.
 import random
 from pathlib import Path
 
-import optstream
 import pytest
 import torch
+from torch import Tensor, nn
+
+import optstream
 from optstream.params import Describer
 from optstream.plan import SLICE_ALIGNMENT
 from parity.cases import (
@@ -21,7 +23,6 @@ from parity.cases import (
     torch_cases,
     train,
 )
-from torch import Tensor, nn
 
 ELEMENTWISE = [
     case for case in torch_cases() if case.cls not in (torch.optim.Adafactor, torch.optim.Muon)

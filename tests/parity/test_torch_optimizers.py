@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from parity.cases import PLACES, Case, check_case, torch_cases
 
 
 @pytest.mark.parametrize(("store", "window"), PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", torch_cases(), ids=str)
-def test_ten_steps(
-    case: Case, dtype: torch.dtype, store: str, window: str, tmp_path: Path
-) -> None:
+def test_ten_steps(case: Case, dtype: torch.dtype, store: str, window: str, tmp_path: Path) -> None:
     check_case(case, dtype, tmp_path, window=window, store=store)
 
 

@@ -7,11 +7,19 @@ once for different byte ranges; a store starts no thread.
 
 from __future__ import annotations
 
+import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
 
 PAGE_BYTES = 4096
+PIECE_BYTES = 8 * 2**20
+"""Of one transfer, and of what one digest covers; 4 to 16 MiB reach the drive's limit with 2 to 4
+threads (benchmarks/step.py)."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,60 @@ class WindowFile:
     @property
     def file_bytes(self) -> int:
         return len(self.header) + self.data_bytes
+
+
+class FrozenFile:
+    """A window's file that is never written again; its descriptor closes with the object.
+
+    Attributes:
+        fd: of the whole file, header included.
+        name: the file in words, for errors.
+        digests: xxh3 (64 bit) by offset in the data, of each PIECE_BYTES; the header's at
+            -header_bytes.
+    """
+
+    def __init__(
+        self, fd: int, name: str, header_bytes: int, data_bytes: int, digests: Mapping[int, int]
+    ) -> None:
+        self.fd = fd
+        self.name = name
+        self.header_bytes = header_bytes
+        self.data_bytes = data_bytes
+        self.digests = dict(digests)
+        self.close = weakref.finalize(self, os.close, fd)
+        _frozen_files.add(self)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + self.data_bytes
+
+    def ordered_digests(self) -> tuple[int, ...]:
+        """Return the header's digest, then those of the data's pieces in order."""
+        pieces = range(0, self.data_bytes, PIECE_BYTES)
+        return tuple(self.digests[offset] for offset in (-self.header_bytes, *pieces))
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies, so that a data loader's worker holds no space on the drive."""
+    for file in list(_frozen_files):
+        file.close()
+
+
+_frozen_files: weakref.WeakSet[FrozenFile] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def freeze_copy(file: WindowFile, data: memoryview, name: str) -> FrozenFile:
+    """Return a copy of a window's data as a file in memory, which has no drive to fail."""
+    fd = os.memfd_create("optstream-frozen", os.MFD_CLOEXEC)
+    digests = {-len(file.header): xxhash.xxh3_64_intdigest(file.header)}
+    for offset in range(0, len(data), PIECE_BYTES):
+        digests[offset] = xxhash.xxh3_64_intdigest(data[offset : offset + PIECE_BYTES])
+    frozen = FrozenFile(fd, name, len(file.header), len(data), digests)
+    with open(fd, "wb", closefd=False) as copy:
+        copy.write(file.header)
+        copy.write(data)
+    return frozen
 
 
 class Store(ABC):
@@ -68,6 +130,39 @@ class Store(ABC):
         Raises:
             WindowWriteError: with file, offset, bytes and errno; `buffer` is untouched.
         """
+
+    @abstractmethod
+    def file(self, window: int) -> WindowFile:
+        """Return what `reserve` was given for a window."""
+
+    def device(self, window: int) -> int | None:
+        """Return the `st_dev` of the filesystem that holds the window's file; None for memory."""
+        return None
+
+    @abstractmethod
+    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+        """Make what these windows hold now immutable; the next write of each goes elsewhere.
+
+        Ordering: no transfer of these windows is under way. All or nothing: space for the next
+        writes is reserved first.
+
+        Raises:
+            OutOfSpaceError: with needed and free bytes; nothing was frozen.
+        """
+
+    @abstractmethod
+    def prepare_write(self, window: int) -> None:
+        """Be told that all of a window is about to be written; a frozen one gets its fresh file."""
+
+    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+        """Take files, with their digests as in FrozenFile, as what these windows hold, frozen.
+
+        No bytes move; digests are checked when pieces are first read.
+
+        Returns:
+            False, with nothing changed, where that cannot be: another filesystem, another layout.
+        """
+        return False
 
     def view(self, window: int) -> memoryview:
         """Return the window's data itself (where `in_place`), writable, valid until `close`."""

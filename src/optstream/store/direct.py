@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from optstream.errors import ClosedError, ConfigError
-from optstream.store.base import PAGE_BYTES, Store, WindowFile
+from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
 from optstream.store.checks import absolute, check_limits, check_space, reserve_refused
 from optstream.store.files import Drive, LiveFile
 
@@ -35,9 +36,10 @@ class Direct(Store):
                 raise ConfigError(f"directory {path} is given twice; give each drive once")
         self._drives = [Drive(path) for path in paths]
         self._files: list[LiveFile] = []
-        self._data_bytes: list[int] = []
+        self._specs: list[WindowFile] = []
+        self._spares: dict[int, LiveFile] = {}
         self._process = os.getpid()
-        self._release = weakref.finalize(self, _release, self._files, self._drives)
+        self._release = weakref.finalize(self, _release, self._files, self._spares, self._drives)
         _open_stores.add(self)
 
     def reserve(self, files: Sequence[WindowFile]) -> None:
@@ -56,13 +58,53 @@ class Direct(Store):
                 for drive in self._drives:
                     drive.undo()
             raise
-        self._data_bytes += [file.data_bytes for file in files]
+        self._specs += files
 
     def read(self, window: int, offset: int, buffer: memoryview) -> None:
         self._file(window, offset, buffer).read(offset, buffer)
 
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
         self._file(window, offset, buffer).write(offset, buffer)
+
+    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+        self._check_usable()
+        windows = list(windows)
+        missing = [window for window in windows if window not in self._spares]
+        check_limits(len(windows) + len(missing), 0)
+        self._reserve_spares(missing)
+        return {
+            window: self._files[window].freeze(self._specs[window].data_bytes) for window in windows
+        }
+
+    def device(self, window: int) -> int | None:
+        return os.fstat(self._files[window].fd).st_dev
+
+    def file(self, window: int) -> WindowFile:
+        return self._specs[window]
+
+    def prepare_write(self, window: int) -> None:
+        if self._files[window].frozen:
+            frozen, self._files[window] = self._files[window], self._spares.pop(window)
+            frozen.remove()
+
+    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+        self._check_usable()
+        adopted: dict[int, LiveFile] = {}
+        for window, (path, digests) in files.items():
+            drive = self._drives[self.drive(window)]
+            live = drive.adopt(path, self._specs[window], digests)
+            if live is None:
+                for other in adopted.values():
+                    other.abandon()
+                return False
+            adopted[window] = live
+        for window, live in adopted.items():
+            own, self._files[window] = self._files[window], live
+            if own.frozen or window in self._spares:
+                own.remove()
+            else:
+                self._spares[window] = own
+        return True
 
     @property
     def num_drives(self) -> int:
@@ -84,6 +126,24 @@ class Direct(Store):
                 needed_bytes = sum(other.file_bytes for at, other in placed if at is drive)
                 raise reserve_refused(drive.directory, needed_bytes, error) from error
 
+    def _reserve_spares(self, windows: Sequence[int]) -> None:
+        placed = [
+            (self._drives[self.drive(window)], window, self._specs[window]) for window in windows
+        ]
+        check_space([(drive.directory, file.file_bytes) for drive, _, file in placed])
+        made: dict[int, LiveFile] = {}
+        try:
+            for drive, window, file in placed:
+                made[window] = drive.create(window, file)
+        except BaseException as error:
+            for spare in made.values():
+                spare.remove()
+            if not isinstance(error, OSError):
+                raise
+            needed_bytes = sum(other.file_bytes for at, _, other in placed if at is drive)
+            raise reserve_refused(drive.directory, needed_bytes, error) from error
+        self._spares |= made
+
     def _remove_from(self, first: int) -> None:
         for file in self._files[first:]:
             file.remove()
@@ -91,8 +151,8 @@ class Direct(Store):
 
     def _file(self, window: int, offset: int, buffer: memoryview) -> LiveFile:
         self._check_usable()
-        assert 0 <= window < len(self._data_bytes), window
-        assert 0 <= offset <= self._data_bytes[window] - len(buffer), (window, offset)
+        assert 0 <= window < len(self._specs), window
+        assert 0 <= offset <= self._specs[window].data_bytes - len(buffer), (window, offset)
         assert offset % PAGE_BYTES == len(buffer) % PAGE_BYTES == 0, (offset, len(buffer))
         return self._files[window]
 
@@ -105,16 +165,17 @@ class Direct(Store):
             raise ClosedError("the store was closed and its files are gone")
 
     def _abandon(self) -> None:
-        for file in self._files:
+        for file in (*self._files, *self._spares.values()):
             file.abandon()
         for drive in self._drives:
             drive.abandon()
 
 
-def _release(files: list[LiveFile], drives: list[Drive]) -> None:
-    for file in files:
+def _release(files: list[LiveFile], spares: dict[int, LiveFile], drives: list[Drive]) -> None:
+    for file in (*files, *spares.values()):
         file.remove()
     files.clear()
+    spares.clear()
     for drive in drives:
         drive.close()
 

@@ -15,14 +15,18 @@ import fcntl
 import logging
 import mmap
 import os
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from errno import EINVAL, EIO, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
-from optstream.errors import WindowWriteError
+import xxhash
+
+from optstream.errors import WindowReadError, WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
-from optstream.store.base import PAGE_BYTES, WindowFile
+from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
 from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
 from optstream.store.transfer import read_whole, write_whole
@@ -42,6 +46,9 @@ class LiveFile:
         path: None for a nameless file.
         name: the file in words, for errors.
         direct: transfers bypass the page cache; else they are flushed and dropped from it.
+        snapshot: the frozen form that was handed out last.
+        adopted: it came from a checkpoint; what is read is held against its digest.
+        digests: xxh3 of what was written, by offset in the data; the header's at -header_bytes.
     """
 
     fd: int
@@ -49,16 +56,23 @@ class LiveFile:
     name: str
     header_bytes: int
     direct: bool
+    snapshot: weakref.ref[FrozenFile] | None = None
+    adopted: bool = False
+    digests: dict[int, int] = field(default_factory=dict)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         position = self.header_bytes + offset
         read_whole(self.fd, buffer, position, self.name)
+        if self.adopted:
+            check_digest(buffer, self.digests.get(offset), self.name, position)
         if not self.direct:
             os.posix_fadvise(self.fd, position, len(buffer), os.POSIX_FADV_DONTNEED)
 
     def write(self, offset: int, buffer: memoryview) -> None:
         position = self.header_bytes + offset
+        assert not self.frozen, self.name
         write_whole(self.fd, buffer, position, self.name)
+        self.digests[offset] = xxhash.xxh3_64_intdigest(buffer)
         if not self.direct:
             self._drop_cache(position, len(buffer))
 
@@ -69,6 +83,23 @@ class LiveFile:
             number = error.errno or EIO
             raise WindowWriteError(self.name, position, num_bytes, number) from error
         os.posix_fadvise(self.fd, position, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def freeze(self, data_bytes: int) -> FrozenFile:
+        """Make it immutable for as long as anyone can see it: a snapshot, or a link to it."""
+        fd = os.dup(self.fd)
+        frozen = FrozenFile(fd, self.name, self.header_bytes, data_bytes, self.digests)
+        self.snapshot = weakref.ref(frozen)
+        return frozen
+
+    @property
+    def frozen(self) -> bool:
+        """Tell whether what it holds is still seen by somebody else."""
+        if self.adopted:
+            return True
+        if self.snapshot is None:
+            return False
+        own_links = 0 if self.path is None else 1
+        return self.snapshot() is not None or os.fstat(self.fd).st_nlink > own_links
 
     def use_page_cache(self) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
@@ -98,6 +129,7 @@ class Drive:
         self._claim: Claim | None = None
         self._direct = True
         self._copies_on_write = False
+        self._num_named = 0
         self._warned: set[str] = set()
 
     def prepare(self) -> None:
@@ -151,7 +183,7 @@ class Drive:
 
     def _open(self, window: int, header_bytes: int) -> LiveFile:
         while True:
-            path = self._claim.file(window) if self._claim else None
+            path = self._next_path()
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self._direct else 0)
             flags |= os.O_TMPFILE if path is None else os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             try:
@@ -179,6 +211,31 @@ class Drive:
             self._use_page_cache("the filesystem does no direct I/O", live)
         elif align_bytes is not None and align_bytes > PAGE_BYTES:
             self._use_page_cache(f"direct I/O needs an alignment of {align_bytes} bytes", live)
+
+    def adopt(self, path: Path, file: WindowFile, digests: Mapping[int, int]) -> LiveFile | None:
+        """Open a checkpoint's file as a frozen one, if it is just like `file`; None otherwise."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        found = os.fstat(fd)
+        fits = found.st_size == file.file_bytes and found.st_dev == self.directory.stat().st_dev
+        if not fits or os.pread(fd, len(file.header), 0) != file.header:
+            os.close(fd)
+            return None
+        live = LiveFile(fd, None, str(path), len(file.header), False, None, True, dict(digests))
+        if self._direct:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            live.direct = True
+        return live
+
+    def _next_path(self) -> Path | None:
+        if self._claim is None:
+            return None
+        path = self._claim.file(self._num_named)
+        self._num_named += 1
+        return path
 
     def _fill(self, live: LiveFile, file: WindowFile) -> None:
         self._reserve(live, file.file_bytes)
@@ -214,6 +271,13 @@ class Drive:
         if text not in self._warned:
             self._warned.add(text)
             log.warning("%s: %s", self.directory, text)
+
+
+def check_digest(buffer: memoryview, digest: int | None, name: str, position: int) -> None:
+    """Raise WindowReadError if these bytes of a file are not what was once written there."""
+    if xxhash.xxh3_64_intdigest(buffer) != digest:
+        cause = "the bytes are not those that were written: their digest does not fit"
+        raise WindowReadError(name, position, len(buffer), EIO, cause)
 
 
 def _aligned(num_bytes: int) -> memoryview:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from optstream.errors import ClosedError, OutOfSpaceError
 from optstream.memory import read_available_bytes
-from optstream.store.base import PAGE_BYTES, Store, WindowFile
+from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile, freeze_copy
 from optstream.units import format_bytes
 
 
@@ -21,6 +21,7 @@ class Memory(Store):
         # never mmap.close(): it unmaps under tensors that still lie there; dropping the last
         # reference unmaps just as well
         self._windows: list[memoryview] | None = []
+        self._specs: list[WindowFile] = []
 
     def reserve(self, files: Sequence[WindowFile]) -> None:
         windows = self._open_windows()
@@ -30,6 +31,7 @@ class Memory(Store):
             raise _too_large(needed_bytes, available_bytes)
         try:
             windows += [_map(file.data_bytes) for file in files]
+            self._specs += files
         except OSError as error:
             raise _too_large(needed_bytes, available_bytes) from error
 
@@ -38,6 +40,24 @@ class Memory(Store):
 
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
         self.view(window)[offset : offset + len(buffer)] = buffer
+
+    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+        """Copy the windows: memory that is updated in place has no other immutable form."""
+        windows = list(windows)
+        needed_bytes = sum(self._specs[window].file_bytes for window in windows)
+        available_bytes = read_available_bytes()
+        if needed_bytes > available_bytes:
+            raise _too_large(needed_bytes, available_bytes)
+        return {
+            window: freeze_copy(self._specs[window], self.view(window), f"copy of window {window}")
+            for window in windows
+        }
+
+    def file(self, window: int) -> WindowFile:
+        return self._specs[window]
+
+    def prepare_write(self, window: int) -> None:
+        return None
 
     def view(self, window: int) -> memoryview:
         assert window >= 0, window

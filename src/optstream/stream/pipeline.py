@@ -7,6 +7,7 @@ taken, whenever something changes: when the scan moves on and when a write is th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -17,13 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from optstream.plan import Plan
-from optstream.store.base import Store
+from optstream.errors import WindowIOError
+from optstream.plan import PAGE_BYTES, Plan, aligned
+from optstream.store.base import PIECE_BYTES, FrozenFile, Store, freeze_copy
 from optstream.stream import lane as lanes
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
-
-PIECE_BYTES = 8 * 2**20
-"""Of one transfer; 4 to 16 MiB reach the drive's limit with 2 to 4 threads (benchmarks/step.py)."""
 
 
 @dataclass
@@ -113,16 +112,59 @@ class Stream:
         try:
             for window in order:
                 host = self._view(window)
+                if window not in self._stored:
+                    host.zero_()
                 lane = self._lane(devices[window])
                 buffer = lane.load(host)
                 lane.wait_loaded()
                 yield window, buffer
                 unloaded.append(lane.unload(host))
+                self._stored.add(window)
         except BaseException:
             self._abandon()
             raise
         for wait in unloaded:
             wait()
+
+    def freeze(self) -> dict[int, FrozenFile]:
+        """Make every window's bytes on the drive immutable and return them; none is under way.
+
+        What could not be written is frozen from its slot, as a file in memory.
+
+        Raises:
+            OutOfSpaceError: no space for the next writes; nothing was frozen.
+        """
+        with contextlib.suppress(WindowIOError):
+            self.drain()
+        frozen = self._store.freeze(sorted(self._stored - self._write_errors.keys()))
+        for slot in self._slots:
+            if slot.state is SlotState.DIRTY and slot.window is not None:
+                file = self._store.file(slot.window)
+                data = slot.memory[: file.data_bytes]
+                frozen[slot.window] = freeze_copy(file, data, f"window {slot.window} in memory")
+        return frozen
+
+    def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
+        """Return a copy of some of a window's bytes, as they are now."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight())
+            slot = holding(self._slots, window)
+            if slot is not None:
+                return slot.tensor[offset : offset + num_bytes].clone()
+        first, end = offset // PAGE_BYTES * PAGE_BYTES, aligned(offset + num_bytes, PAGE_BYTES)
+        copy = allocate(end - first)
+        self._store.read(window, first, copy.memory[: end - first])
+        return copy.tensor[offset - first : offset - first + num_bytes]
+
+    def replace(self, windows: Iterable[int]) -> None:
+        """Take these windows, and no others, as stored; what slots held is no longer the state."""
+        with self._changed:
+            self._next_use = {}
+            self._changed.wait_for(lambda: not self._in_flight())
+            for slot in self._slots:
+                slot.put(SlotState.FREE, None)
+            self._write_errors.clear()
+            self._stored = set(windows)
 
     def forget(self, windows: Iterable[int]) -> None:
         """Take windows as never stored: the next update starts from zeros and reads nothing."""
@@ -220,6 +262,7 @@ class Stream:
 
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
         with self._changed:
+            self._store.prepare_write(window)
             self._updates += 1
             slot.used = self._updates
             slot.state = SlotState.WRITING

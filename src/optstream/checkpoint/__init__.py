@@ -1,0 +1,1 @@
+"""Immutable versions of the state: as tensors, as directories, and back."""

@@ -1,0 +1,278 @@
+"""The manifest: what a snapshot holds, by parameter name, and where each piece lies.
+
+    {"format": "optstream", "version": 1, "xxh3": "...", "body": {
+        "optimizer": "torch.optim.adamw.AdamW", "step": 12, "world_size": 1, "piece_bytes": 8388608,
+        "groups":  [{"params": ["h.0.weight", ...], "values": ...}, ...],
+        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16", "kept": ..., "unplanned":
+        ...,
+                    "tensors": {"exp_avg": {"dtype": "float32", "shape": [...], "stride": null,
+                                            "pieces": [[window, offset, start, numel], ...]}}}},
+        "windows": [{"file": "rank00000/window00000.safetensors", "header_bytes": 4096,
+                     "data_bytes": ..., "digests": ["xxh3 of each piece_bytes, header first",
+                     ...]}]}}
+
+`xxh3` is the digest of the body as written, so a changed manifest is noticed before it is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+import xxhash
+
+from optstream.checkpoint.values import decode, encode
+from optstream.errors import FormatError
+from optstream.format import dtype_name
+
+FORMAT = "optstream"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Where a flat range of a state tensor lies: bytes from `offset` of a window's data."""
+
+    window: int
+    offset: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One state tensor of a parameter.
+
+    Attributes:
+        shape, stride: elements; stride is None where the order is row-major.
+        pieces: in order, covering every element once.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredParam:
+    """A parameter's whole state: tensors in windows, and what was in memory.
+
+    Attributes:
+        kept: counters and Python values by key.
+        unplanned: tensors the plan did not foresee, by the start of their tile, then by key.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensors: dict[str, StoredTensor]
+    kept: dict[str, Any] = field(default_factory=dict)
+    unplanned: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredWindow:
+    """A window's file; `file` is relative to the checkpoint, "" for a window never written.
+
+    Attributes:
+        digests: xxh3 (64 bit) of the header, then of each `piece_bytes` of the data.
+    """
+
+    file: str
+    header_bytes: int
+    data_bytes: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a snapshot but the windows' bytes.
+
+    Attributes:
+        optimizer: the wrapped optimizer's class, with its module.
+        step: steps taken since the state was new.
+        groups: param_groups; "params" are names.
+    """
+
+    optimizer: str
+    step: int
+    world_size: int
+    piece_bytes: int
+    groups: tuple[dict[str, Any], ...]
+    params: dict[str, StoredParam]
+    windows: tuple[StoredWindow, ...]
+
+    def to_json(self) -> bytes:
+        """Return the manifest file's bytes.
+
+        Raises:
+            ConfigError: a hyperparameter or a Python value that JSON cannot hold exactly.
+        """
+        body = json.dumps(_body(self), separators=(",", ":"))
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "xxh3": xxhash.xxh3_64_hexdigest(body.encode()),
+        }
+        return (json.dumps(head)[:-1] + ', "body": ' + body + "}\n").encode()
+
+    @staticmethod
+    def from_json(data: bytes, path: str) -> Manifest:
+        """Read a manifest file, believing nothing unchecked.
+
+        Raises:
+            FormatError: damaged, another program's, or a newer version's; `path` is named.
+        """
+        try:
+            document = json.loads(data)
+            known = document["format"] == FORMAT
+            version = document["version"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise FormatError(f"{path} is no optstream manifest: {error!r}") from error
+        if not known or not isinstance(version, int):
+            raise FormatError(f"{path} is no optstream manifest")
+        if version > VERSION:
+            raise FormatError(
+                f"{path} has version {version}, this reads up to {VERSION}; update optstream"
+            )
+        text = data.decode().split(', "body": ', 1)[-1].rstrip()[:-1]
+        if xxhash.xxh3_64_hexdigest(text.encode()) != document.get("xxh3"):
+            raise FormatError(f"{path} was changed after it was written: its digest does not fit")
+        try:
+            manifest = _parse(document["body"], path)
+            _check(manifest)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"{path} is malformed: {error!r}") from error
+        return manifest
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "optimizer": manifest.optimizer,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "piece_bytes": manifest.piece_bytes,
+        "groups": [
+            {
+                "params": group["params"],
+                "values": encode(
+                    {key: value for key, value in group.items() if key != "params"},
+                    f"param_groups[{index}]",
+                ),
+            }
+            for index, group in enumerate(manifest.groups)
+        ],
+        "params": {name: _param_json(name, param) for name, param in manifest.params.items()},
+        "windows": [
+            {
+                "file": window.file,
+                "header_bytes": window.header_bytes,
+                "data_bytes": window.data_bytes,
+                "digests": [f"{digest:016x}" for digest in window.digests],
+            }
+            for window in manifest.windows
+        ],
+    }
+
+
+def _param_json(name: str, param: StoredParam) -> dict[str, Any]:
+    return {
+        "shape": list(param.shape),
+        "dtype": dtype_name(param.dtype),
+        "kept": encode(param.kept, f"the state of {name}"),
+        "unplanned": encode(param.unplanned, f"the state of {name}"),
+        "tensors": {
+            key: {
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "stride": None if tensor.stride is None else list(tensor.stride),
+                "pieces": [
+                    [piece.window, piece.offset, piece.start, piece.numel]
+                    for piece in tensor.pieces
+                ],
+            }
+            for key, tensor in param.tensors.items()
+        },
+    }
+
+
+def _parse(body: dict[str, Any], path: str) -> Manifest:
+    return Manifest(
+        optimizer=str(body["optimizer"]),
+        step=int(body["step"]),
+        world_size=int(body["world_size"]),
+        piece_bytes=int(body["piece_bytes"]),
+        groups=tuple(
+            {**decode(group["values"], path), "params": [str(name) for name in group["params"]]}
+            for group in body["groups"]
+        ),
+        params={name: _parse_param(param, path) for name, param in body["params"].items()},
+        windows=tuple(
+            StoredWindow(
+                file=str(window["file"]),
+                header_bytes=int(window["header_bytes"]),
+                data_bytes=int(window["data_bytes"]),
+                digests=tuple(int(digest, 16) for digest in window["digests"]),
+            )
+            for window in body["windows"]
+        ),
+    )
+
+
+def _parse_param(param: dict[str, Any], path: str) -> StoredParam:
+    return StoredParam(
+        shape=_sizes(param["shape"]),
+        dtype=getattr(torch, dtype_name(param["dtype"])),
+        kept=decode(param["kept"], path),
+        unplanned=decode(param["unplanned"], path),
+        tensors={
+            key: StoredTensor(
+                dtype=getattr(torch, dtype_name(tensor["dtype"])),
+                shape=_sizes(tensor["shape"]),
+                stride=None if tensor["stride"] is None else _sizes(tensor["stride"]),
+                pieces=tuple(StoredPiece(*_sizes(piece)) for piece in tensor["pieces"]),
+            )
+            for key, tensor in param["tensors"].items()
+        },
+    )
+
+
+def _sizes(values: list[int]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values} are no sizes")
+    return tuple(values)
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError unless files stay inside, and pieces cover tensors and lie in windows."""
+    for window in manifest.windows:
+        path = PurePosixPath(window.file)
+        if window.file and (path.is_absolute() or ".." in path.parts):
+            raise ValueError(f"{window.file!r} leads out of the checkpoint")
+        count = 1 + -(-window.data_bytes // manifest.piece_bytes)
+        if window.file and len(window.digests) != count:
+            raise ValueError(f"{window.file!r} has {len(window.digests)} digests, not {count}")
+    for name, param in manifest.params.items():
+        for key, tensor in param.tensors.items():
+            end = 0
+            for piece in tensor.pieces:
+                window = manifest.windows[piece.window]
+                num_bytes = piece.numel * tensor.dtype.itemsize
+                fits = piece.offset + num_bytes <= window.data_bytes and window.file
+                if piece.start != end or not fits:
+                    raise ValueError(f"a piece of {name}/{key} is misplaced")
+                end += piece.numel
+            if end != math.prod(tensor.shape):
+                raise ValueError(f"the pieces of {name}/{key} hold {end} elements")
+    for group in manifest.groups:
+        missing = [name for name in group["params"] if name not in manifest.params]
+        if missing:
+            raise ValueError(f"a group names {missing[0]!r}, which is not there")

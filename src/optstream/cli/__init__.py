@@ -1,0 +1,1 @@
+"""The `optstream` command: parse, call, print."""

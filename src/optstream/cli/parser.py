@@ -1,0 +1,64 @@
+"""argparse with one line an error, and the types of our flags."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import NoReturn
+
+from optstream.errors import ConfigError
+from optstream.plan import parse_window_bytes
+from optstream.units import parse_bytes
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations and says what is wrong in one line, exit code 2."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def window_size(text: str) -> int:
+    """Parse a size that a window can have."""
+    try:
+        return parse_window_bytes(parse_bytes(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers in a range, its ends included."""
+
+    def parse(text: str) -> int:
+        wrong = f"{text!r} is not a whole number from {lowest} to {highest}"
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(wrong) from None
+        if not lowest <= number <= highest:
+            raise argparse.ArgumentTypeError(wrong)
+        return number
+
+    return parse
+
+
+def number_above(lowest: float, *, or_equal: bool = False) -> Callable[[str], float]:
+    """Return a parser of finite numbers above a bound."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or number < lowest or (number == lowest and not or_equal):
+            above = "at least" if or_equal else "above"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {above} {lowest:g}")
+        return number
+
+    return parse

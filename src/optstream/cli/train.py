@@ -1,0 +1,154 @@
+"""Train a language model on text, its optimizer's state streamed from a drive."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from optstream.cli.parser import number_above, whole_number, window_size
+from optstream.training.config import DTYPES, OPTIMIZERS, STORES, TrainConfig
+from optstream.training.packages import require_modules
+from optstream.training.stop import StopRequest
+from optstream.units import format_bytes
+
+SUMMARY = "train a language model on text, its optimizer's state on the drive"
+STATE_DIR_VARIABLE = "OPTSTREAM_STATE_DIR"
+_DEFAULT_STATE_DIR = "optstream-state"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; each default is the one of TrainConfig."""
+    _add_model_arguments(parser.add_argument_group("what is trained"))
+    _add_state_arguments(parser.add_argument_group("where the optimizer's state lives"))
+    _add_run_arguments(parser.add_argument_group("how it is trained"))
+    _add_output_arguments(parser.add_argument_group("what is shown"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, print the table, and return the exit code."""
+    config = _config(args)
+    require_modules(("rich",), extra="train", what="optstream train")
+    from optstream.training.progress import make_observer
+    from optstream.training.run import train
+    from optstream.training.summary import print_summary
+
+    with StopRequest() as stop:
+        result = train(config, stop, make_observer(quiet=args.quiet))
+    print_summary([result])
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--text",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 files, or folders of *.md and *.txt (default: 38 plays, from a package)",
+    )
+    group.add_argument(
+        "--model",
+        metavar="tiny|small|smollm2|DIR",
+        help="tiny (1 M parameters), small (12 M), smollm2 (135 M, pretrained), or the directory "
+        "of a transformers causal language model with its tokenizer" + _default("model"),
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the parameters; bfloat16 keeps float32 masters in the optimizer's state"
+        + _default("dtype"),
+    )
+
+
+def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--store",
+        choices=STORES,
+        help="direct: files on a drive; memory: the same, in memory; none: the plain optimizer"
+        + _default("store"),
+    )
+    group.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"on a drive; made for you alone if missing, left empty at the end (default: "
+        f"${STATE_DIR_VARIABLE}, or ./{_DEFAULT_STATE_DIR})",
+    )
+    group.add_argument(
+        "--window",
+        dest="window_bytes",
+        type=window_size,
+        metavar="SIZE",
+        help="state in memory together, for example 64MiB (default: "
+        f"{format_bytes(TrainConfig.window_bytes)})",
+    )
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--optimizer", choices=OPTIMIZERS, help=_default("optimizer").strip())
+    group.add_argument(
+        "--lr",
+        type=number_above(0),
+        help="peak learning rate (default: one that suits the optimizer and the model)",
+    )
+    group.add_argument(
+        "--weight-decay",
+        type=number_above(0, or_equal=True),
+        metavar="W",
+        help="of matrices and embeddings" + _default("weight_decay"),
+    )
+    for name, highest, text in (
+        ("steps", 2**31, "updates of the parameters"),
+        ("batch-size", 2**20, "sequences a step"),
+        ("seq-len", 2**20, "tokens a sequence"),
+    ):
+        group.add_argument(
+            f"--{name}",
+            type=whole_number(1, highest),
+            metavar="N",
+            help=text + _default(name.replace("-", "_")),
+        )
+    group.add_argument(
+        "--seed",
+        type=whole_number(0, 2**31 - 1),
+        metavar="S",
+        help="fixes weights and batches" + _default("seed"),
+    )
+
+
+def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--eval-tokens",
+        type=whole_number(1, 2**40),
+        metavar="N",
+        help="held-out tokens the loss is measured on" + _default("eval_tokens"),
+    )
+    group.add_argument(
+        "--metrics", type=Path, metavar="FILE.jsonl", help="append a JSON line a step to this file"
+    )
+    group.add_argument("--quiet", action="store_true", help="no progress, only the final table")
+
+
+def _default(field: str) -> str:
+    return f" (default: {getattr(TrainConfig, field)})"
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    flags = {field.name: getattr(args, field.name, None) for field in fields(TrainConfig)}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    store = given.get("store", TrainConfig.store)
+    if store != "direct" and args.state_dir is not None:
+        args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
+    if store == "none" and args.window_bytes is not None:
+        args.parser.error("--window does nothing with --store none; leave one of them out")
+    if store == "direct":
+        given.setdefault("state_dir", _default_state_dir())
+    given["text"] = tuple(given.get("text", ()))
+    return TrainConfig(**given)
+
+
+def _default_state_dir() -> Path:
+    return Path(os.environ.get(STATE_DIR_VARIABLE) or _DEFAULT_STATE_DIR)

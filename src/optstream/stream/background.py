@@ -1,0 +1,41 @@
+"""One piece of work beside training: copying a checkpoint to another filesystem."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+    """Runs one call at a time on a thread of its own; its error is given once, by `wait`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Start a call; the one before must be over (`wait`)."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="optstream-save")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Tell whether nothing is running."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the call is over; raise what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

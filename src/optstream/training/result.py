@@ -1,0 +1,89 @@
+"""What a run has measured: a record a step, and their sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optstream.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What is about to run, known before the first step."""
+
+    config: TrainConfig
+    lr: float
+    num_params: int
+    train_tokens: int
+    held_out_tokens: int
+    num_windows: int
+    """Files the state is in; 0 with the plain optimizer."""
+    state_bytes: int
+    """State in the store; 0 with the plain optimizer, whose state does not exist yet."""
+    peak_host_bytes: int
+    """Most host memory the streamed optimizer takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step as measured; a line of the metrics file."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Training loss of this step's batch, before its update; nats a token."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    num_tokens: int
+    total_s: float
+    optimizer_s: float
+    read_wait_s: float
+    write_wait_s: float
+    read_bytes: int
+    written_bytes: int
+    anon_bytes: int
+    """Anonymous memory of the process after the step."""
+
+
+class Totals:
+    """Sums over the steps that were done."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.total_s = 0.0
+        self.optimizer_s = 0.0
+        self.wait_s = 0.0
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.peak_anon_bytes = 0
+        self.last: StepRecord | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step."""
+        self.num_steps += 1
+        self.num_tokens += record.num_tokens
+        self.total_s += record.total_s
+        self.optimizer_s += record.optimizer_s
+        self.wait_s += record.read_wait_s + record.write_wait_s
+        self.read_bytes += record.read_bytes
+        self.written_bytes += record.written_bytes
+        self.peak_anon_bytes = max(self.peak_anon_bytes, record.anon_bytes)
+        self.last = record
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A finished or stopped run."""
+
+    plan: RunPlan
+    totals: Totals
+    loss_before: float
+    """Held-out loss, nats a token."""
+    loss_after: float | None
+    """None when a signal ended the run: it is not measured then."""
+    state_bytes: int
+    """State after the last step, masters included."""
+    stopped_by: int | None
+    """Number of the signal that ended the run."""

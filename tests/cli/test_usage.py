@@ -1,0 +1,85 @@
+"""Wrong usage: exit code 2, one line that names the flag, nothing done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import optstream
+
+WRONG = {
+    "no command": ([], "COMMAND"),
+    "unknown command": (["doctor", "."], "doctor"),
+    "unknown flag": (["train", "--windows", "64MiB"], "--windows"),
+    "abbreviated flag": (["train", "--step", "3"], "--step"),
+    "stray word": (["train", "tiny"], "tiny"),
+    "flag without value": (["train", "--model"], "--model"),
+    "text without file": (["train", "--text"], "--text"),
+    "unknown store": (["train", "--store", "ssd"], "--store"),
+    "unknown optimizer": (["train", "--optimizer", "adamw2"], "--optimizer"),
+    "unknown dtype": (["train", "--dtype", "float16"], "--dtype"),
+    "window without unit known": (["train", "--window", "64 megs"], "--window"),
+    "window negative": (["train", "--window", "-64MiB"], "--window"),
+    "window of nothing": (["train", "--window", "0"], "--window"),
+    "window too small": (["train", "--window", "63KiB"], "--window"),
+    "window of part of a byte": (["train", "--window", "0.3B"], "--window"),
+    "steps zero": (["train", "--steps", "0"], "--steps"),
+    "steps negative": (["train", "--steps", "-3"], "--steps"),
+    "steps fraction": (["train", "--steps", "1.5"], "--steps"),
+    "steps huge": (["train", "--steps", "1" + "0" * 30], "--steps"),
+    "batch size zero": (["train", "--batch-size", "0"], "--batch-size"),
+    "sequence length zero": (["train", "--seq-len", "0"], "--seq-len"),
+    "eval tokens zero": (["train", "--eval-tokens", "0"], "--eval-tokens"),
+    "seed negative": (["train", "--seed", "-1"], "--seed"),
+    "seed word": (["train", "--seed", "now"], "--seed"),
+    "lr zero": (["train", "--lr", "0"], "--lr"),
+    "lr not a number": (["train", "--lr", "nan"], "--lr"),
+    "lr infinite": (["train", "--lr", "inf"], "--lr"),
+    "weight decay negative": (["train", "--weight-decay", "-0.1"], "--weight-decay"),
+    "window that does nothing": (["train", "--store", "none", "--window", "1MiB"], "--window"),
+    "directory that does nothing": (
+        ["train", "--store", "none", "--state-dir", "s"],
+        "--state-dir",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "named"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_usage_is_one_line_and_writes_nothing(command, place, argv, named):
+    outcome = command(*argv)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert outcome.err.count("\n") == 1
+    assert named in outcome.err
+    assert "--help" in outcome.err
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flag", ["--ram", "--save-dir", "--save-every", "--resume"], ids=lambda flag: flag[2:]
+)
+def test_a_feature_that_is_not_there_is_refused(command, flag):
+    assert command("train", flag, "1").code == 2
+
+
+def test_version(command):
+    outcome = command("--version")
+    assert (outcome.code, outcome.out) == (0, f"optstream {optstream.__version__}\n")
+
+
+def test_help_explains_every_flag_with_its_default(command):
+    outcome = command("train", "--help")
+    assert outcome.code == 0
+    text = " ".join(outcome.out.split())
+    for part in ("--text FILE", "(default: small)", "(default: direct)", "64.0 MiB", "--metrics"):
+        assert part in text
+
+
+def test_empty_variable_for_the_state_directory_is_no_directory(monkeypatch):
+    from optstream.cli.train import _default_state_dir
+
+    monkeypatch.setenv("OPTSTREAM_STATE_DIR", "")
+    assert _default_state_dir() == Path("optstream-state")
+    monkeypatch.setenv("OPTSTREAM_STATE_DIR", "/mnt/nvme0/state")
+    assert _default_state_dir() == Path("/mnt/nvme0/state")
