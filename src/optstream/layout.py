@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,21 +45,39 @@ class Layout:
     advances_group: bool
 
 
-def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's step without hooks: those run once a step, on the wrapper."""
+def step_on(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]
+) -> dict[str, Any]:
+    """Let an optimizer step on other groups and state; it is the same as before afterwards.
+
+    No hook runs: those belong to the whole step, and a subclass whose step calls its base's would
+    run them there.
+
+    Returns:
+        the attributes that the step changed (a counter), by name.
+    """
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    return lambda: step(optimizer)
-
-
-def step_without_hooks(groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> dict[str, Any]:
-    """Return the attributes with which an optimizer steps on other groups and calls nobody.
-
-    `raw_step` is not enough: a subclass whose step calls its base's runs the hooks there.
-    """
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return {"param_groups": groups, "state": state, **{key: {} for key in hooks}}
+    own = vars(optimizer)
+    public = dict(own)
+    given = {
+        "param_groups": groups,
+        "state": state,
+        "_optimizer_step_pre_hooks": {},
+        "_optimizer_step_post_hooks": {},
+    }
+    own.update(given)
+    try:
+        step(optimizer)
+        return {
+            key: value
+            for key, value in own.items()
+            if key not in given and (key not in public or value is not public[key])
+        }
+    finally:
+        own.clear()
+        own.update(public)
 
 
 def is_streamed(value: object) -> bool:
@@ -154,7 +172,7 @@ class _Probe:
         kept = shell.state[shell.groups[0]["params"][0]]
         self._check_keys(shell)
         tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
-        advances = bool(changed_values(group, shell.groups[0]))
+        advances = bool(changed_values(group, shell.groups[0]) or shell.changed_attributes)
         if fused:
             state_bytes = sum(tensor.num_bytes for tensor in tensors)
             return Layout(tensors, Temporaries.NONE, state_bytes, 0, advances)
@@ -165,7 +183,7 @@ class _Probe:
 
     def _two_steps(self, group: dict[str, Any], device: str, count: int) -> tuple[Shell, int, int]:
         params = [self._param(device) for _ in range(count)]
-        shell = Shell(self.optimizer, [{**group, "params": params}])
+        shell = Shell(self.optimizer, [{**copied_values(group), "params": params}])
         for param in params:
             shell.state[param].update(self._state(device))
         peaks = []
@@ -213,19 +231,11 @@ class Shell:
         # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
         self.optimizer.__dict__.update(optimizer.__dict__)
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        vars(self.optimizer).update(step_without_hooks(groups, self.state))
+        self.changed_attributes: dict[str, Any] = {}
 
     def step(self) -> None:
-        raw_step(self.optimizer)()
-
-
-def advance_group(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters after a step in which none of its gradients is there."""
-    param = torch.nn.Parameter(torch.empty(1, device="meta"))
-    shell = Shell(optimizer, [{**group, "params": [param]}])
-    with torch.no_grad():
-        shell.step()
-    return hyperparameters(shell.groups[0])
+        self.changed_attributes = step_on(self.optimizer, self.groups, self.state)
+        vars(self.optimizer).update(self.changed_attributes)
 
 
 def _state_tensors(state: Mapping[str, Any], optimizer: str) -> Iterator[StateTensor]:
@@ -254,6 +264,18 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def copied_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param_group's hyperparameters for a step that may change them in place."""
+    return {
+        key: value.clone()
+        if isinstance(value, Tensor)
+        else copy.copy(value)
+        if isinstance(value, list | dict)
+        else value
+        for key, value in hyperparameters(group).items()
+    }
+
+
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters that a step added to its group or changed in it."""
     return {
@@ -264,6 +286,8 @@ def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
 
 
 def _equal(left: object, right: object) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
     return left is right or bool(left == right)
 
 

@@ -85,11 +85,11 @@ def offload(
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
     window_bytes = parse_window_bytes(parse_bytes(window, "window"))
     with contextlib.ExitStack() as undo:
-        reporter = Reporter(type(optimizer).__name__, 0, metrics)
-        undo.callback(reporter.close)
         opened = open_store(store, directory)
         state = StreamedState(optimizer, opened, io_threads, window_bytes, master_weights, model)
         undo.callback(state.stream.close)
+        reporter = Reporter(type(optimizer).__name__, 0, metrics)
+        undo.callback(reporter.close)
         streamed = StreamedOptimizer(optimizer, state, reporter)
         undo.pop_all()
     return streamed
@@ -128,6 +128,7 @@ class StreamedOptimizer(Optimizer):
         self._finalizer = weakref.finalize(
             self, _close, self._saving, state.stream, reporter, os.getpid()
         )
+        optimizer._offloaded = self._finalizer  # type: ignore[attr-defined]
 
     @property
     def plan(self) -> Plan:

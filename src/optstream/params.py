@@ -95,11 +95,10 @@ class Describer:
             temporary_bytes=layout.temporary_bytes,
         )
 
-    def advances_group(self, group: int) -> bool:
-        """Tell whether a step changes the group's own values."""
-        return any(
-            key[0] == group and layout.advances_group for key, layout in self._layouts.items()
-        )
+    @property
+    def advances_groups(self) -> bool:
+        """Whether a step changes values of groups (a counter), also of those without gradients."""
+        return any(layout.advances_group for layout in self._layouts.values())
 
     def _layout(
         self,

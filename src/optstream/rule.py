@@ -67,6 +67,10 @@ def check_optimizer(optimizer: object) -> None:
         )
     if hasattr(optimizer, "plan") and hasattr(optimizer, "report"):
         raise UnsupportedOptimizerError(f"this {name} is offloaded already; use it as it is")
+    if getattr(getattr(optimizer, "_offloaded", None), "alive", False):
+        raise UnsupportedOptimizerError(
+            f"this {name} is offloaded already; use what offload() returned, or close that first"
+        )
     if _needs_closure(optimizer):
         raise UnsupportedOptimizerError(
             f"{name} cannot be offloaded: it evaluates a closure several times a step and its "

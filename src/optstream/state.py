@@ -145,7 +145,7 @@ class StreamedState:
 
     def _finish(self, order: Sequence[int]) -> None:
         groups = self._optimizer.param_groups
-        advancing = [g for g in range(len(groups)) if self._describer.advances_group(g)]
+        advancing = range(len(groups)) if self._describer.advances_groups else ()
         self._updater.commit(groups, advancing)
         self._done = set()
         # a scheduler made before wrapping looks there and warns of a wrong order otherwise

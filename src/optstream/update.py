@@ -24,13 +24,11 @@ from torch.optim import Optimizer
 
 from optstream.errors import StateChangedError
 from optstream.layout import (
-    advance_group,
     changed_values,
-    hyperparameters,
+    copied_values,
     is_streamed,
     kept_value,
-    raw_step,
-    step_without_hooks,
+    step_on,
 )
 from optstream.memory import trim_heap
 from optstream.params import Bound
@@ -91,10 +89,10 @@ class Updater:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._step = raw_step(optimizer)
         self.records: defaultdict[int, Record] = defaultdict(Record)
         self._next: dict[int, Record] = {}
         self._group_values: dict[int, dict[str, Any]] = {}
+        self._attributes: dict[str, Any] = {}
         self._scratch: dict[torch.device, Tensor] = {}
         self._untrimmed_bytes = 0
         self._changed: list[tuple[str, Tensor]] = []
@@ -163,7 +161,7 @@ class Updater:
     def reset(self) -> None:
         """Forget what parameters kept: all state is new, or about to be put."""
         self.records.clear()
-        self._next, self._group_values = {}, {}
+        self._next, self._group_values, self._attributes = {}, {}, {}
 
     def commit(self, groups: Sequence[dict[str, Any]], advancing: Sequence[int] = ()) -> None:
         """Make the counters of this step the current ones.
@@ -173,16 +171,22 @@ class Updater:
             there. advancing: groups whose values a step changes even where no parameter has a
             gradient.
         """
-        for index in advancing:
-            if index not in self._group_values:
-                group = groups[index]
-                after = advance_group(self._optimizer, group)
-                self._group_values[index] = changed_values(group, after)
+        idle = [index for index in advancing if index not in self._group_values]
+        if idle:
+            self._step_without_gradients(idle)
         for index, values in self._group_values.items():
             groups[index].update(values)
+        vars(self._optimizer).update(self._attributes)
         self.records.update(self._next)
-        self._group_values, self._next = {}, {}
+        self._group_values, self._attributes, self._next = {}, {}, {}
         self._name_followed()
+
+    def _step_without_gradients(self, indices: Sequence[int]) -> None:
+        groups = {index: self._window_group(index, []) for index in indices}
+        for group in groups.values():
+            group["params"] = [nn.Parameter(torch.empty(1, device="meta"))]
+        with torch.no_grad():
+            self._step_on(groups, defaultdict(dict))
 
     def _name_followed(self) -> None:
         for device in {changed.device for _, changed in self._changed}:
@@ -244,12 +248,9 @@ class Updater:
         for job in jobs:
             by_group.setdefault(job.spec.group, []).append(job)
         groups = {index: self._window_group(index, by_group[index]) for index in sorted(by_group)}
-        before = {index: hyperparameters(group) for index, group in groups.items()}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         state.update({job.proxy: job.state for job in jobs})
-        self._step_on(list(groups.values()), state)
-        for index, group in groups.items():
-            self._group_values[index] = changed_values(before[index], group)
+        self._step_on(groups, state)
         for job in jobs:
             self._take_back(job, state[job.proxy])
             job.state.clear()  # new state is in the window now
@@ -266,24 +267,18 @@ class Updater:
 
     def _window_group(self, index: int, jobs: Sequence[_Job]) -> dict[str, Any]:
         public = self._optimizer.param_groups[index]
-        group = {
-            key: copy.copy(value) if isinstance(value, list | dict) else value
-            for key, value in hyperparameters(public).items()
-        }
-        group["params"] = [job.proxy for job in jobs]
+        group = {**copied_values(public), "params": [job.proxy for job in jobs]}
         if "param_names" in public:
             group["param_names"] = [public["param_names"][job.spec.position] for job in jobs]
         return group
 
-    def _step_on(self, groups: list[dict[str, Any]], state: defaultdict[Tensor, Any]) -> None:
-        own = vars(self._optimizer)
-        window = step_without_hooks(groups, state)
-        public = {key: own[key] for key in window}
-        own.update(window)
-        try:
-            self._step()
-        finally:
-            own.update(public)
+    def _step_on(
+        self, groups: Mapping[int, dict[str, Any]], state: defaultdict[Tensor, Any]
+    ) -> None:
+        """Step on these groups; what it changes besides parameters and state waits for `commit`."""
+        self._attributes = step_on(self._optimizer, list(groups.values()), state)
+        for index, group in groups.items():
+            self._group_values[index] = changed_values(self._optimizer.param_groups[index], group)
 
     def _take_back(self, job: _Job, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""

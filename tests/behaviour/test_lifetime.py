@@ -124,21 +124,36 @@ for step in range(3):
     optimizer.step()
 {ending}
 """
+SLOW_DRIVE = """
+import time
+from optstream.store.direct import Direct
+for name in ("read", "write"):
+    def late(self, *where, transfer=getattr(Direct, name)):
+        time.sleep(0.3)
+        transfer(self, *where)
+    setattr(Direct, name, late)
+"""
 FAILING_UPDATE = """
-update = optimizer._updater.update
-def fail_late(plan, window, buffer, bound):
+from optstream.update import Updater
+update = Updater.update
+def fail_late(self, plan, window, *rest):
     if window is plan.windows[5]:
         raise SystemExit(3)
-    update(plan, window, buffer, bound)
-optimizer._updater.update = fail_late
+    update(self, plan, window, *rest)
+Updater.update = fail_late
 optimizer.step()
 """
 
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("", 0), ("raise SystemExit(3)", 3), (FAILING_UPDATE, 3), ("del optimizer", 0)],
-    ids=["end of script", "exit", "exit in the middle of a step", "deleted"],
+    [
+        ("", 0),
+        ("del optimizer", 0),
+        (SLOW_DRIVE + "optimizer.step()", 0),
+        (SLOW_DRIVE + FAILING_UPDATE, 3),
+    ],
+    ids=["end of script", "deleted", "writes under way", "in the middle of a step"],
 )
 def test_a_process_that_ends_without_close(ending: str, status: int, tmp_path: Path) -> None:
     done = subprocess.run(
