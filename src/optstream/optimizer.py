@@ -161,8 +161,8 @@ class StreamedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
-        self._state.extend()
         try:
+            self._state.extend()
             num_windows = self._state.step()
         except WindowIOError as error:
             error.progress = (
@@ -171,7 +171,8 @@ class StreamedOptimizer(Optimizer):
                 "finish it"
             )
             raise
-        self._total_s += time.perf_counter() - start
+        finally:
+            self._total_s += time.perf_counter() - start
         self._make_report(num_windows)
         self._check_writes()
         return loss

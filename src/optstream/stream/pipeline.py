@@ -262,11 +262,11 @@ class Stream:
 
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
         with self._changed:
+            self._store.prepare_write(window)
             self._updates += 1
             slot.used = self._updates
             slot.state = SlotState.WRITING
             self._stored.add(window)
-            self._store.prepare_write(window)
             self._start(slot, window, self._store.write, ready, self._write_done)
 
     def _start(
