@@ -345,9 +345,9 @@ class _WindowBuilder:
     def _room(self, spec: ParamSpec, start: int) -> int:
         """Return how many elements from `start` fit: all, or a multiple of SLICE_ALIGNMENT."""
         rest = spec.numel - start
-        if self._end_with(spec, start, spec.numel) <= self.window_bytes:
-            return rest
         element_bytes = sum(state.dtype.itemsize for state in spec.states)
+        if element_bytes == 0 or self._end_with(spec, start, spec.numel) <= self.window_bytes:
+            return rest
         free = max(0, self.window_bytes - aligned(self.end, PAGE_BYTES)) // element_bytes
         return free // SLICE_ALIGNMENT * SLICE_ALIGNMENT
 
