@@ -27,7 +27,7 @@ from optstream.checkpoint.manifest import (
     StoredWindow,
 )
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.errors import ModelChangedError, StateChangedError
+from optstream.errors import ModelChangedError, StateChangedError, WindowIOError
 from optstream.headers import window_files
 from optstream.params import Bound, Describer, bind, parameter_names, unplanned
 from optstream.plan import Piece, Plan
@@ -205,8 +205,8 @@ class StreamedState:
         """
         bound = {index: Bound(self.param(index), self.param(index)) for index in states}
         order = self._order(bound)
-        self._updater.reset()
-        self.stream.forget(range(self.plan.num_windows))
+        self._start_anew()
+        self.stream.replace(())
         with self._windows(order, bound) as windows:
             for window, data in windows:
                 self._updater.put(self.plan.params, self.plan.windows[window], data, states)
@@ -219,11 +219,14 @@ class StreamedState:
         No bytes move: windows are read, and held against their digests, when they are next needed.
         """
         manifest, directory = snapshot.manifest, snapshot.directory
-        if directory is None or len(manifest.windows) != self.plan.num_windows:
+        if directory is None or manifest.piece_bytes != PIECE_BYTES:
+            return False
+        if len(manifest.windows) != self.plan.num_windows:
             return False
         if set(manifest.params) < {spec.name for spec in self.plan.params}:
             return False
-        self.stream.drain()
+        with contextlib.suppress(WindowIOError):  # of the state that is about to go
+            self.stream.drain()
         files = {
             window: (directory / manifest.windows[window].file, file.digests)
             for window, file in snapshot.files.items()
@@ -231,13 +234,18 @@ class StreamedState:
         if not self._store.adopt(files):
             return False
         self.stream.replace(files)
-        self._updater.reset()
+        self._start_anew()
         for index, spec in enumerate(self.plan.params):
             stored = manifest.params[spec.name]
             self._updater.records[index] = Record(
                 frozenset(stored.tensors), working_copy(stored.kept), dict(stored.unplanned)
             )
         return True
+
+    def _start_anew(self) -> None:
+        """Forget what is in memory, and a step that failed half-way."""
+        self._updater.reset()
+        self._done, self.num_left = set(), 0
 
     def snapshot(self, step: int) -> Snapshot:
         """Freeze all state as it is now; the next write of each window goes to a fresh file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ctypes
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -78,10 +79,8 @@ def decode(value: Json, name: str) -> Any:
 
 
 def _encode_tensor(tensor: Tensor) -> dict[str, Json]:
-    data = tensor.detach().cpu().contiguous().reshape(-1)
-    if tensor.dtype.is_complex:
-        data = torch.view_as_real(data).reshape(-1)
-    raw = bytes(data.view(torch.uint8).tolist())
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raw = ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b""
     return {
         "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
@@ -92,6 +91,5 @@ def _encode_tensor(tensor: Tensor) -> dict[str, Json]:
 def _decode_tensor(content: dict[str, Any]) -> Tensor:
     dtype = getattr(torch, dtype_name(content["dtype"]))
     raw = bytearray(base64.b64decode(content["data"], validate=True))
-    if not raw:
-        return torch.empty(content["shape"], dtype=dtype)
-    return torch.frombuffer(raw, dtype=dtype).reshape(content["shape"]).clone()
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(content["shape"]).clone()
