@@ -47,9 +47,9 @@ class Differences:
             "has": "which this optimizer does not keep",
             "has no": "which this optimizer needs",
         }
-        texts = [f"{source} {verb} {_some(names)}" for verb, names in faults.items() if names]
+        texts = [f"{source} {verb} {some(names)}" for verb, names in faults.items() if names]
         lax = [
-            f"{source} {verb} {_some(names)}, {advice[verb]}"
+            f"{source} {verb} {some(names)}, {advice[verb]}"
             for verb, names in notes.items()
             if names
         ]
@@ -61,7 +61,7 @@ class Differences:
         for text in lax:
             log.warning("%s; loaded without it because strict=False", text)
         if self.widened:
-            log.warning("%s widened to float32: %s", source, _some(self.widened))
+            log.warning("%s widened to float32: %s", source, some(self.widened))
 
 
 def compare(
@@ -106,10 +106,11 @@ def _compare_param(spec: ParamSpec, state: State, differences: Differences) -> N
                 differences.widened.append(label)
             else:
                 differences.wrong.append(f"{label} ({value.dtype}, needed {tensor.dtype})")
+    differences.missing += [f"{spec.name!r}/{key}" for key in spec.counters if key not in given]
     differences.extra += [f"{spec.name!r}/{key}" for key in given if key not in wanted]
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """Return the first few names and how many more there are."""
     shown = ", ".join(names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
@@ -172,8 +173,8 @@ def check_groups(
         lacking = [repr(name) for name in own if name not in set(group["params"])]
         unknown = [repr(name) for name in group["params"] if name not in set(own)]
         if lacking or unknown:
-            faults = [f"lacks {_some(lacking)}"] if lacking else []
-            faults += [f"has the unknown {_some(unknown)}"] if unknown else []
+            faults = [f"lacks {some(lacking)}"] if lacking else []
+            faults += [f"has the unknown {some(unknown)}"] if unknown else []
             raise CheckpointError(
                 f"param_groups[{index}] of {source} {' and '.join(faults)}; another model, or "
                 "wrapped without model=?"

@@ -323,6 +323,7 @@ class Stream:
             slot.state = SlotState.READY
         else:
             assert slot.window is not None
+            _name_window(error, slot.window)
             self._read_errors[slot.window] = error
             slot.put(SlotState.FREE, None)
 
@@ -332,6 +333,7 @@ class Stream:
             slot.state = SlotState.READY
         else:
             assert slot.window is not None
+            _name_window(error, slot.window)
             self._write_errors[slot.window] = error
             slot.state = SlotState.DIRTY
 
@@ -389,6 +391,11 @@ class Stream:
         for unpin in self._unpin.values():
             unpin()
         self._unpin, self._slots = {}, []
+
+
+def _name_window(error: Exception, window: int) -> None:
+    if isinstance(error, WindowIOError):
+        error.window = window
 
 
 def _is_written(slot: Slot) -> bool:
