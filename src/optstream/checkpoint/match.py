@@ -91,7 +91,7 @@ def compare(
 
 def _compare_param(spec: ParamSpec, state: State, differences: Differences) -> None:
     wanted = {tensor.key: tensor for tensor in spec.states}
-    given = {key: value for key, value in state.items() if is_streamed(value)}
+    given = [key for key, value in state.items() if _is_stored(key, value)]
     for key, tensor in wanted.items():
         label = f"{spec.name!r}/{key}"
         value = state.get(key)
@@ -106,7 +106,7 @@ def _compare_param(spec: ParamSpec, state: State, differences: Differences) -> N
                 differences.widened.append(label)
             else:
                 differences.wrong.append(f"{label} ({value.dtype}, needed {tensor.dtype})")
-    differences.missing += [f"{spec.name!r}/{key}" for key in spec.counters if key not in given]
+    differences.missing += [f"{spec.name!r}/{key}" for key in spec.counters if key not in state]
     differences.extra += [f"{spec.name!r}/{key}" for key in given if key not in wanted]
 
 
@@ -119,7 +119,12 @@ def some(names: Sequence[str]) -> str:
 def fitting(spec: ParamSpec, state: State) -> dict[str, Any]:
     """Return the part of a given state that the optimizer keeps."""
     wanted = {tensor.key for tensor in spec.states}
-    return {key: v for key, v in state.items() if key in wanted or not is_streamed(v)}
+    return {key: v for key, v in state.items() if key in wanted or not _is_stored(key, v)}
+
+
+def _is_stored(key: str, value: object) -> bool:
+    """Tell whether it goes into a window: a scalar parameter's master does, too."""
+    return is_streamed(value) or key == MASTER
 
 
 def by_name(

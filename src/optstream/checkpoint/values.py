@@ -22,7 +22,8 @@ def encode(value: object, name: str) -> Json:
     """Return a value as JSON.
 
     Args:
-        value: None, bool, int, float, complex, str, a tensor, or tuples, lists and dicts of those.
+        value: None, bool, int, float, complex, str, a dtype, a tensor, or
+            tuples, lists and dicts of those.
         name: what it is, for the error.
 
     Raises:
@@ -35,6 +36,8 @@ def encode(value: object, name: str) -> Json:
             return value if math.isfinite(value) else {"float": repr(value)}
         case complex():
             return {"complex": [encode(value.real, name), encode(value.imag, name)]}
+        case torch.dtype():
+            return {"dtype": dtype_name(value)}
         case Tensor():
             return {"tensor": _encode_tensor(value)}
         case list():
@@ -67,6 +70,8 @@ def decode(value: Json, name: str) -> Any:
                 return float(content)
             case "complex":
                 return complex(*(decode(part, name) for part in content))
+            case "dtype":
+                return getattr(torch, dtype_name(content))
             case "tensor":
                 return _decode_tensor(content)
             case "tuple":
