@@ -28,7 +28,15 @@ from optstream.checkpoint.directory import (
     publish,
     verify,
 )
-from optstream.checkpoint.match import by_name, check_class, check_groups, compare, fitting, some
+from optstream.checkpoint.match import (
+    by_name,
+    check_class,
+    check_groups,
+    check_shapes,
+    compare,
+    fitting,
+    some,
+)
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.layout import hyperparameters
 from optstream.plan import Plan, parse_window_bytes
@@ -374,6 +382,8 @@ class StreamedOptimizer(Optimizer):
         check_class(source, manifest.optimizer, self._optimizer, strict)
         states = {name: snapshot.state(name) for name in manifest.params}
         self._check_fits(source, manifest.groups, states, strict)
+        shapes = {name: param.shape for name, param in manifest.params.items()}
+        check_shapes(source, shapes, self.plan.params)
         if check:
             verify(snapshot)
         if self._state.adopt(snapshot):

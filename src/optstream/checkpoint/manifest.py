@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from optstream.checkpoint.values import decode, encode
 from optstream.errors import FormatError
@@ -261,12 +262,21 @@ def _check(manifest: Manifest) -> None:
     for window in manifest.windows:
         _check_window(window, manifest.piece_bytes)
     for name, param in manifest.params.items():
+        _check_kept(name, param)
         for key, tensor in param.tensors.items():
             _check_tensor(f"{name}/{key}", tensor, manifest.windows)
     for group in manifest.groups:
         missing = [name for name in group["params"] if name not in manifest.params]
         if missing:
             raise ValueError(f"a group names {missing[0]!r}, which is not there")
+
+
+def _check_kept(name: str, param: StoredParam) -> None:
+    of_tiles = param.unplanned.values() if isinstance(param.unplanned, dict) else [None]
+    if not all(isinstance(values, dict) for values in (param.kept, *of_tiles)):
+        raise TypeError(f"what is kept for {name} has no keys")
+    if not all(isinstance(value, Tensor) for values in of_tiles for value in values.values()):
+        raise TypeError(f"an unplanned state of {name} is no tensor")
 
 
 def _check_window(window: StoredWindow, piece_bytes: int) -> None:

@@ -78,7 +78,7 @@ def compare(
     for spec in specs:
         state = states.get(spec.name)
         if state is None:
-            if spec.states:
+            if spec.states or spec.counters:
                 differences.missing.append(f"{spec.name!r}")
         elif state:
             _compare_param(spec, state, differences)
@@ -184,6 +184,19 @@ def check_groups(
                 f"param_groups[{index}] of {source} {' and '.join(faults)}; another model, or "
                 "wrapped without model=?"
             )
+
+
+def check_shapes(
+    source: str, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[ParamSpec]
+) -> None:
+    """Raise CheckpointError unless parameters are as they were; one without state tells nothing."""
+    wrong = [
+        f"{spec.name!r} ({shapes[spec.name]}, needed {spec.shape})"
+        for spec in specs
+        if shapes.get(spec.name, spec.shape) != spec.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{source} has another shape for {some(wrong)}; another model?")
 
 
 def check_class(source: str, saved: str, optimizer: Optimizer, strict: bool) -> None:
