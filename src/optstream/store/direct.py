@@ -149,7 +149,8 @@ class Direct(Store):
         ]
         for drive in {drive for drive, _, _ in placed}:
             drive.prepare()  # somebody may have removed the directory: nothing in it has a name
-        check_space([(drive.directory, file.file_bytes) for drive, _, file in placed])
+        needs = [(drive.directory, file.file_bytes) for drive, _, file in placed]
+        check_space(needs, "a second generation of the state")
         made: dict[int, LiveFile] = {}
         try:
             for drive, window, file in placed:
