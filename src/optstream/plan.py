@@ -84,6 +84,7 @@ class ParamSpec:
         group, position: where it stands in `param_groups`.
         shape, dtype, device: of the parameter itself.
         states: its streamed tensors.
+        counters: keys of what the optimizer keeps in memory for it.
         elementwise: flat slices of it may be updated by themselves.
         temporaries: which temporaries of an update live at the same time.
         first_bytes: peak of what the first update allocates, the new state included.
@@ -98,6 +99,7 @@ class ParamSpec:
     device: str
     states: tuple[StateTensor, ...]
     elementwise: bool
+    counters: tuple[str, ...] = ()
     temporaries: Temporaries = Temporaries.ONE
     first_bytes: int = 0
     temporary_bytes: int = 0

@@ -146,7 +146,7 @@ class Updater:
             record = self._next.setdefault(piece.param, Record())
             views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
             for key, value in states[piece.param].items():
-                if not is_streamed(value):
+                if key not in views and not is_streamed(value):
                     record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
                 part = _part(value.detach(), piece)
