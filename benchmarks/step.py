@@ -1,6 +1,6 @@
 """How fast is a step? Against the drive alone, no overlap, memory; over sizes; with Muon.
 
-    python benchmarks/step.py DIR                     # all parts; AdamW (fused), SGD, 4 GiB of state
+    python benchmarks/step.py DIR                  # all parts; AdamW (fused), SGD, 4 GiB of state
     python benchmarks/step.py DIR --only drive --windows 64MiB 256MiB --threads 1 2 4 8
     python benchmarks/step.py DIR --only memory       # store="memory" against the plain optimizer
     python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
