@@ -96,7 +96,8 @@ def check_space(needs: Sequence[tuple[Path, int]], what: str = "state") -> None:
             raise OutOfSpaceError(
                 errno.ENOSPC,
                 f"{what} needs {format_bytes(needed_bytes)}, {names} has "
-                f"{format_bytes(free_bytes)} free; free {format_bytes(needed_bytes - free_bytes)} or give a second directory",
+                f"{format_bytes(free_bytes)} free; free "
+                f"{format_bytes(needed_bytes - free_bytes)} or give a second directory",
             )
         num_files = sum(map(len, files.values()))
         if free.f_files and num_files > free.f_favail:
