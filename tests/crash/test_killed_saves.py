@@ -22,9 +22,9 @@ STATE = {"PYTHONPATH": os.pathsep.join(sys.path)}
 @pytest.mark.parametrize(
     ("older", "exchange", "before"),
     [
-        pytest.param(False, True, True, id="first"),
         pytest.param(True, True, True, id="over-an-older-one"),
-        pytest.param(True, False, False, id="without-exchange"),
+        pytest.param(False, True, False, id="first", marks=pytest.mark.slow),
+        pytest.param(True, False, False, id="without-exchange", marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_every_call(older: bool, exchange: bool, before: bool, tmp_path: Path) -> None:

@@ -343,13 +343,12 @@ def _commit(staging: Path, path: Path) -> None:
     replaced = _replaced(path)
     if not os.path.lexists(path):
         staging.rename(path)
-    elif _exchange(staging, path):
-        replaced = staging
-    else:
+    elif not _exchange(staging, path):
         _remove(replaced)
         path.rename(replaced)
         staging.rename(path)
     _sync(path.parent)
+    _remove(staging)
     _remove(replaced)
 
 
