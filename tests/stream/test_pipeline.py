@@ -51,7 +51,7 @@ def test_windows_to_come_are_read_while_one_is_updated(store: FakeStore) -> None
     with wrap(inner) as optimizer:
         step_and_settle(store, optimizer)
         for order in (range(NUM_WINDOWS)[::-1], range(NUM_WINDOWS)):
-            inner.number = 0
+            inner.calls.clear()
 
             def during(number: int, order: range = order) -> None:
                 if 1 <= number < NUM_WINDOWS - ahead:
@@ -66,7 +66,7 @@ def test_a_window_is_written_while_the_next_is_updated(store: FakeStore) -> None
     inner = Watched(one_param_a_window(NUM_WINDOWS))
     with wrap(inner) as optimizer:
         for order in (range(NUM_WINDOWS), range(NUM_WINDOWS)[::-1]):
-            inner.number = 0
+            inner.calls.clear()
 
             def during(number: int, order: range = order) -> None:
                 if number > 0:
