@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 
 from optstream import durable
-from optstream.checkpoint.verify import verify as verify_optimizer
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError
 from optstream.training.trainer_state import TrainerState, read_trainer_state
 from optstream.training.updater import Updater
@@ -92,16 +91,6 @@ def check_weights(checkpoint: TrainingCheckpoint) -> None:
             f"{checkpoint.weights} is not what was saved: its digest is {found}, not "
             f"{checkpoint.state.weights_xxh3}; take another checkpoint"
         )
-
-
-def verify(checkpoint: TrainingCheckpoint) -> None:
-    """Read every byte of a training checkpoint and hold it against its digest.
-
-    Raises:
-        OffloadError: the first thing that is wrong.
-    """
-    check_weights(checkpoint)
-    verify_optimizer(checkpoint.optimizer)
 
 
 def check_save_directory(path: Path, resumed: TrainingCheckpoint | None) -> None:
