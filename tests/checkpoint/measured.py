@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import optstream
 
@@ -82,9 +85,21 @@ def step(params: list[torch.nn.Parameter], optimizer: Any) -> None:
     optimizer._state.stream.drain()
 
 
+def on_drive(tensor: torch.Tensor, directory: Path) -> torch.Tensor:
+    """Return a tensor like it in a file without a name, as docs/checkpoints.md has it."""
+    if tensor.dim() == 0:
+        return tensor.clone()
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        flat = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return flat.view(tensor.shape)
+
+
 def main(root: Path, state_bytes: int) -> None:
     logging.disable()
     torch.set_num_threads(1)
+    store = dist.FileStore(str(root / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dcp.save({"small": torch.zeros(1)}, checkpoint_id=root / "warm")
     measured = Measured()
     params, optimizer = make(state_bytes, root / "live")
     step(params, optimizer)
@@ -101,13 +116,24 @@ def main(root: Path, state_bytes: int) -> None:
     found = measured("torch.load", lambda: torch.load(root / "state.pt", mmap=True))
     assert expected == sum(float(s["exp_avg"][:3].sum()) for s in found["state"].values())
     measured("load_state_dict", lambda: optimizer.load_state_dict(found))
-    given = found = None
+    found = None
+    measured("dcp.save", lambda: dcp.save({"optimizer": given}, checkpoint_id=root / "dcp"))
+    targets = {
+        index: {key: on_drive(value, root) for key, value in state.items()}
+        for index, state in given["state"].items()
+    }
+    loaded = {"optimizer": {**given, "state": targets}}
+    given = None
+    measured("dcp.load", lambda: dcp.load(loaded, checkpoint_id=root / "dcp"))
+    measured("load_state_dict after it", lambda: optimizer.load_state_dict(loaded["optimizer"]))
+    assert expected == sum(float(s["exp_avg"][:3].sum()) for s in targets.values())
     measured("load", lambda: optimizer.load(root / "checkpoint"))
     step(params, optimizer)
     optimizer.close()
     params, optimizer = make(state_bytes, root / "live", window=WINDOW_BYTES // 2)
     measured("load in other windows", lambda: optimizer.load(root / "checkpoint"))
     optimizer.close()
+    dist.destroy_process_group()
     sys.stdout.write(json.dumps(measured.costs))
 
 

@@ -32,7 +32,8 @@ def test_bytes_and_memory(state_bytes: int, tmp_path: Path) -> None:
     manifest_bytes = (tmp_path / "checkpoint" / "manifest.json").stat().st_size
     for name, cost in costs.items():
         if name != "step after":  # that makes gradients
-            assert cost["anon"] < FEW_MIB, (name, cost)
+            one_tensor = state_bytes // 16 if name == "dcp.load" else 0  # it loads one at a time
+            assert cost["anon"] < FEW_MIB + 2 * one_tensor, (name, cost)
     assert costs["save"]["write_bytes"] <= MIB + manifest_bytes, costs["save"]
     assert costs["save"]["wchar"] <= MIB + manifest_bytes, costs["save"]
     num_windows = len(list((tmp_path / "checkpoint").glob("rank*/*")))
