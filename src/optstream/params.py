@@ -89,6 +89,7 @@ class Describer:
             dtype=param.dtype,
             device=str(param.device),
             states=states,
+            counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,

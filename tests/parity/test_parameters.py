@@ -350,8 +350,8 @@ def test_tiles(
     case: Case, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slice is updated tile by tile where that saves memory; the bits stay the same."""
-    monkeypatch.setattr("optstream.plan.MAX_TILE", 4096)
-    monkeypatch.setattr("optstream.update.MAX_TILE", 1000)
+    monkeypatch.setattr("optstream.plan.specs.MAX_TILE", 4096)
+    monkeypatch.setattr("optstream.update.master.MAX_TILE", 1000)
     check_case(case, dtype, tmp_path, window="1MiB")
 
 
