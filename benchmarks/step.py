@@ -1,9 +1,10 @@
-"""How fast is a step? Against the drive alone, against no overlap, against memory, over sizes.
+"""How fast is a step? Against the drive alone, no overlap, memory; over sizes; with Muon.
 
-    python benchmarks/step.py DIR                     # AdamW (fused) and SGD, 4 GiB of state
-    python benchmarks/step.py DIR --state 8GiB --windows 64MiB 256MiB --threads 1 2 4 8
+    python benchmarks/step.py DIR                  # all parts; AdamW (fused), SGD, 4 GiB of state
+    python benchmarks/step.py DIR --only drive --windows 64MiB 256MiB --threads 1 2 4 8
     python benchmarks/step.py DIR --only memory       # store="memory" against the plain optimizer
     python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
+    python benchmarks/step.py DIR --only muon         # Muon streamed against Muon in memory
 
 Ratios are of medians over rounds of one run in which the contestants take turns (A B C A B C ...):
 drives and machines are shared and their speed drifts.
@@ -67,10 +68,10 @@ class Contest:
 
     def step(self) -> None:
         self.streamed.step()
-        self.streamed._stream.drain()
+        self.streamed._state.stream.drain()
 
     def drive(self) -> None:
-        updater = self.streamed._updater
+        updater = self.streamed._state._updater
         update, updater.update = updater.update, lambda *args: None
         try:
             self.step()
@@ -78,15 +79,15 @@ class Contest:
             updater.update = update
 
     def serial(self) -> None:
-        streamed = self.streamed
-        bound = bind(streamed.plan.params, streamed.param_groups)
+        state, plan = self.streamed._state, self.streamed.plan
+        bound = bind(plan.params, self.streamed.param_groups)
         with torch.no_grad():
-            for index, window in enumerate(streamed.plan.windows):
-                self._move(streamed._store.read, index, window.data_bytes)
+            for index, window in enumerate(plan.windows):
+                self._move(state._store.read, index, window.data_bytes)
                 data = self.slot.tensor[: window.data_bytes]
-                streamed._updater.update(streamed.plan, window, data, bound)
-                self._move(streamed._store.write, index, window.data_bytes)
-        streamed._updater.commit(streamed.param_groups)
+                state._updater.update(plan, window, data, bound)
+                self._move(state._store.write, index, window.data_bytes)
+        state._updater.commit(self.streamed.param_groups)
 
     def _move(self, transfer: Callable[..., None], window: int, num_bytes: int) -> None:
         offsets = range(0, num_bytes, PIECE_BYTES)
@@ -162,6 +163,32 @@ def linear(args: argparse.Namespace) -> None:
         )
 
 
+def muon(args: argparse.Namespace) -> None:
+    """Time a streamed Muon step against the same step in memory; the update is the longer part."""
+    num_matrices = max(4, parse_bytes(args.state) // 8 // (4 * 2**20))
+
+    def make() -> torch.optim.Optimizer:
+        params = []
+        for _ in range(num_matrices):
+            param = torch.nn.Parameter(torch.full((1024, 1024), 0.5))
+            param.grad = torch.randn(1024, 1024)
+            params.append(param)
+        return optstream.Muon(params)
+
+    plain = make()
+    with contextlib.closing(optstream.offload(make(), args.directory, window="64MiB")) as streamed:
+        contest = Contest(streamed, 4)
+        streamed.step()
+        contestants = {"muon": contest.step, "plain": plain.step, "drive": contest.drive}
+        seconds = run_rounds(contestants, args.rounds)
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    print(
+        f"Muon, {num_matrices} matrices of 1024x1024, {format_bytes(num_matrices * 4 * 2**20)} of "
+        f"momentum: streamed / in memory {median['muon'] / median['plain']:.3f} "
+        f"({median['plain']:.2f} s in memory, the drive alone {median['drive']:.2f} s)"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", help="a directory on the drive to measure")
@@ -170,7 +197,7 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", default=["64MiB", "128MiB", "256MiB"])
     parser.add_argument("--threads", nargs="+", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["drive", "memory", "linear"])
+    parser.add_argument("--only", choices=["drive", "memory", "linear", "muon"])
     args = parser.parse_args()
     if args.only in (None, "drive"):
         print(
@@ -184,6 +211,8 @@ def main() -> None:
         against_memory(args)
     if args.only in (None, "linear"):
         linear(args)
+    if args.only in (None, "muon"):
+        muon(args)
 
 
 if __name__ == "__main__":

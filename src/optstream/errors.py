@@ -7,6 +7,7 @@ OSError` work.
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -57,24 +58,26 @@ class WindowIOError(StoreError):
         offset: position in the file, bytes.
         num_bytes: bytes that were asked for and not transferred.
         errno: the kernel's error number.
-        progress: how far the step came, once known.
+        window: of the plan, once known.
+        progress: what it holds and how far the step came, once known.
     """
 
     verb = "transfer"
     advice = "check the drive (dmesg, SMART)"
 
     def __init__(
-        self, filename: str, offset: int, num_bytes: int, errno: int, cause: str = ""
+        self, filename: str, offset: int, num_bytes: int, number: int, cause: str = ""
     ) -> None:
         self.offset = offset
         self.num_bytes = num_bytes
-        reason = cause or os.strerror(errno)
+        reason = cause or os.strerror(number)
         text = (
             f"cannot {self.verb} {num_bytes} bytes at offset {offset} of {filename}: "
-            f"{reason} (errno {errno}); {self.advice}"
+            f"{reason} (errno {number}); {self.advice}"
         )
-        super().__init__(errno, text)
+        super().__init__(number, text)
         self.filename = filename
+        self.window: int | None = None
         self.progress = ""
 
     def __str__(self) -> str:
@@ -85,6 +88,15 @@ class WindowReadError(WindowIOError):
     """A window could not be read; nothing of it was changed."""
 
     verb = "read"
+
+
+class DigestError(WindowReadError):
+    """Bytes of a checkpoint are not those that were written."""
+
+    advice = "the file was changed or its drive is faulty: load another checkpoint"
+
+    def __init__(self, filename: str, offset: int, num_bytes: int) -> None:
+        super().__init__(filename, offset, num_bytes, errno.EIO, "their digest does not fit")
 
 
 class WindowWriteError(WindowIOError):

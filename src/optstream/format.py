@@ -278,11 +278,12 @@ def _check_record(record: TensorRecord, path: str) -> None:
         _fault(path, f"{what!r} ends behind the whole tensor of shape {record.global_shape}")
     if record.offset % EXTENT_ALIGN_BYTES:
         _fault(path, f"{what!r} lies at {record.offset}, no multiple of {EXTENT_ALIGN_BYTES}")
-    if record.stride is not None and not _is_dense(record.shape, record.stride):
+    if record.stride is not None and not is_dense(record.shape, record.stride):
         _fault(path, f"{what!r} of shape {record.shape} is not dense: strides {record.stride}")
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Tell whether a tensor with these strides covers its memory, each element once."""
     expected = 1
     if len(shape) != len(stride):
         return False

@@ -32,6 +32,7 @@ class Layout:
 
     Attributes:
         tensors: what goes into windows, in the optimizer's own order.
+        counters: keys of what else the optimizer keeps.
         temporaries: which of a call's temporaries live at the same time.
         first_bytes: peak of allocations in the first update, the new state included.
         temporary_bytes: peak of allocations in a later update.
@@ -39,6 +40,7 @@ class Layout:
     """
 
     tensors: tuple[StateTensor, ...]
+    counters: tuple[str, ...]
     temporaries: Temporaries
     first_bytes: int
     temporary_bytes: int
@@ -172,14 +174,15 @@ class _Probe:
         kept = shell.state[shell.groups[0]["params"][0]]
         self._check_keys(shell)
         tensors = tuple(_state_tensors(kept, type(self.optimizer).__name__))
+        counters = tuple(k for k, v in kept.items() if v is not None and not is_streamed(v))
         advances = bool(changed_values(group, shell.groups[0]) or shell.changed_attributes)
         if fused:
             state_bytes = sum(tensor.num_bytes for tensor in tensors)
-            return Layout(tensors, Temporaries.NONE, state_bytes, 0, advances)
+            return Layout(tensors, counters, Temporaries.NONE, state_bytes, 0, advances)
         # a loop may still hold one parameter's temporaries while it makes the next one's
         if later_of_four > 3 * later:
-            return Layout(tensors, Temporaries.BATCHED, first, later, advances)
-        return Layout(tensors, Temporaries.ONE, first, later_of_four, advances)
+            return Layout(tensors, counters, Temporaries.BATCHED, first, later, advances)
+        return Layout(tensors, counters, Temporaries.ONE, first, later_of_four, advances)
 
     def _two_steps(self, group: dict[str, Any], device: str, count: int) -> tuple[Shell, int, int]:
         params = [self._param(device) for _ in range(count)]

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,15 @@ from optstream.checkpoint.directory import (
     publish,
     verify,
 )
-from optstream.checkpoint.match import by_name, check_class, check_groups, compare, fitting
+from optstream.checkpoint.match import (
+    by_name,
+    check_class,
+    check_groups,
+    check_shapes,
+    compare,
+    fitting,
+    some,
+)
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.layout import hyperparameters
 from optstream.plan import Plan, parse_window_bytes
@@ -153,9 +162,7 @@ class StreamedOptimizer(Optimizer):
                 gradients: it updates the windows that are left.
             ModelChangedError: a parameter no longer fits its state; nothing was changed.
         """
-        self._check_open()
-        if self._broken:
-            raise CheckpointError(self._broken)
+        self._check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,7 +172,9 @@ class StreamedOptimizer(Optimizer):
             self._state.extend()
             num_windows = self._state.step()
         except WindowIOError as error:
-            error.progress = (
+            names = self._state.tensors_at(error)
+            error.progress = f"that is {some(names)}; " if names else ""
+            error.progress += (
                 f"step {self._reporter.next_step} has updated {self._state.num_updated} windows "
                 f"and left {self._state.num_left}; call step() again with the same gradients to "
                 "finish it"
@@ -231,7 +240,7 @@ class StreamedOptimizer(Optimizer):
         Raises:
             OutOfSpaceError: no space for the second generation; training can go on.
         """
-        self._check_open()
+        self._check_whole()
         view = self.state
         self.state = self._snapshot_by_param()  # type: ignore[assignment]
         try:
@@ -281,10 +290,17 @@ class StreamedOptimizer(Optimizer):
     ) -> None:
         specs = enumerate(self.plan.params)
         given = {i: fitting(spec, state) for i, spec in specs if (state := states.get(spec.name))}
+        self._of_today(given)
         self._broken = f"loading {source} failed half-way; load it, or a checkpoint, again"
         self._state.put(given)
         self._set_groups(groups)
         self._broken = ""
+
+    def _of_today(self, given: Mapping[int, dict[str, Any]]) -> None:
+        """Let the optimizer bring state of an older torch into today's form (step as a tensor)."""
+        state = defaultdict(dict, {self._state.param(i): state for i, state in given.items()})
+        self._optimizer.__setstate__({"state": state})
+        self._optimizer.state = defaultdict(dict)
 
     def _set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over hyperparameters; what is a tensor stays on its device."""
@@ -331,7 +347,7 @@ class StreamedOptimizer(Optimizer):
                 changed.
             StoreError: the path cannot be used; what was there is still there.
         """
-        self._check_open()
+        self._check_whole()
         self._saving.wait()
         target = Path(path).absolute()
         check_target(target)
@@ -366,6 +382,8 @@ class StreamedOptimizer(Optimizer):
         check_class(source, manifest.optimizer, self._optimizer, strict)
         states = {name: snapshot.state(name) for name in manifest.params}
         self._check_fits(source, manifest.groups, states, strict)
+        shapes = {name: param.shape for name, param in manifest.params.items()}
+        check_shapes(source, shapes, self.plan.params)
         if check:
             verify(snapshot)
         if self._state.adopt(snapshot):
@@ -394,6 +412,11 @@ class StreamedOptimizer(Optimizer):
             raise ClosedError(
                 "this optimizer is closed and its files are gone; wrap one again with offload()"
             )
+
+    def _check_whole(self) -> None:
+        self._check_open()
+        if self._broken:
+            raise CheckpointError(self._broken)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

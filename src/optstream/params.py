@@ -89,6 +89,7 @@ class Describer:
             dtype=param.dtype,
             device=str(param.device),
             states=states,
+            counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
@@ -115,7 +116,7 @@ class Describer:
             values = self._optimizer.param_groups[group]
             if accelerated and type(self._optimizer) in ELEMENTWISE and not values.get("fused"):
                 # torch's own choice there, where the user leaves it open
-                values = {"foreach": True} | {k: v for k, v in values.items() if v is not None}
+                values = {**values, "foreach": values.get("foreach") is not False}
             self._layouts[key] = find_layout(
                 self._optimizer, values, shape, stride, dtype, state, param.dtype
             )

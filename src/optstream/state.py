@@ -27,7 +27,7 @@ from optstream.checkpoint.manifest import (
     StoredWindow,
 )
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.errors import ModelChangedError, StateChangedError
+from optstream.errors import ModelChangedError, StateChangedError, WindowIOError
 from optstream.headers import window_files
 from optstream.params import Bound, Describer, bind, parameter_names, unplanned
 from optstream.plan import Piece, Plan
@@ -143,6 +143,18 @@ class StreamedState:
         """Windows that a step, which then failed, has updated; 0 between steps."""
         return len(self._done)
 
+    def tensors_at(self, error: WindowIOError) -> list[str]:
+        """Return "name/key" of the state that a failed transfer of a window was to move."""
+        if error.window is None:
+            return []
+        start = error.offset - len(self._store.file(error.window).header)
+        return [
+            f"{self.plan.params[piece.param].name}/{extent.key}"
+            for piece in self.plan.windows[error.window].pieces
+            for extent in piece.extents
+            if extent.offset < start + error.num_bytes and start < extent.offset + extent.num_bytes
+        ]
+
     def _finish(self, order: Sequence[int]) -> None:
         groups = self._optimizer.param_groups
         advancing = range(len(groups)) if self._describer.advances_groups else ()
@@ -205,8 +217,8 @@ class StreamedState:
         """
         bound = {index: Bound(self.param(index), self.param(index)) for index in states}
         order = self._order(bound)
-        self._updater.reset()
-        self.stream.forget(range(self.plan.num_windows))
+        self._start_anew()
+        self.stream.replace(())
         with self._windows(order, bound) as windows:
             for window, data in windows:
                 self._updater.put(self.plan.params, self.plan.windows[window], data, states)
@@ -219,11 +231,14 @@ class StreamedState:
         No bytes move: windows are read, and held against their digests, when they are next needed.
         """
         manifest, directory = snapshot.manifest, snapshot.directory
-        if directory is None or len(manifest.windows) != self.plan.num_windows:
+        if directory is None or manifest.piece_bytes != PIECE_BYTES:
+            return False
+        if len(manifest.windows) != self.plan.num_windows:
             return False
         if set(manifest.params) < {spec.name for spec in self.plan.params}:
             return False
-        self.stream.drain()
+        with contextlib.suppress(WindowIOError):  # of the state that is about to go
+            self.stream.drain()
         files = {
             window: (directory / manifest.windows[window].file, file.digests)
             for window, file in snapshot.files.items()
@@ -231,13 +246,18 @@ class StreamedState:
         if not self._store.adopt(files):
             return False
         self.stream.replace(files)
-        self._updater.reset()
+        self._start_anew()
         for index, spec in enumerate(self.plan.params):
             stored = manifest.params[spec.name]
             self._updater.records[index] = Record(
                 frozenset(stored.tensors), working_copy(stored.kept), dict(stored.unplanned)
             )
         return True
+
+    def _start_anew(self) -> None:
+        """Forget what is in memory, and a step that failed half-way."""
+        self._updater.reset()
+        self._done, self.num_left = set(), 0
 
     def snapshot(self, step: int) -> Snapshot:
         """Freeze all state as it is now; the next write of each window goes to a fresh file.
@@ -347,7 +367,7 @@ class StreamedState:
         return devices.pop()
 
 
-class StateView(Mapping[Tensor, Mapping[str, Any]]):
+class StateView(Mapping[Tensor, "ParamView"]):
     """The state by parameter, to look at: `optimizer.state[param]["exp_avg"]` is a copy, read now.
 
     Parameters that have no state yet are not in it. Writing to what it gives changes nothing;
@@ -357,11 +377,18 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
     def __init__(self, state: StreamedState) -> None:
         self._state = state
 
-    def __getitem__(self, param: Tensor) -> Mapping[str, Any]:
+    def __getitem__(self, param: Tensor) -> ParamView:
         for index in self._state.with_state():
             if self._state.param(index) is param:
-                return _ParamView(self._state, index)
+                return ParamView(self._state, index)
         raise KeyError("this parameter has no state, or is none of this optimizer's")
+
+    def __setitem__(self, param: Tensor, value: object) -> None:
+        # frameworks move what is no dict to a device and put it back: the view itself
+        if not isinstance(value, ParamView):
+            raise StateChangedError(
+                "the state is on the drive and cannot be assigned; use load_state_dict"
+            )
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self._state.param(index) for index in self._state.with_state())
@@ -370,8 +397,11 @@ class StateView(Mapping[Tensor, Mapping[str, Any]]):
         return len(self._state.with_state())
 
 
-class _ParamView(Mapping[str, Any]):
-    """One parameter's state; a tensor is read from the store when it is asked for."""
+class ParamView:
+    """One parameter's state; a tensor is read from the store when it is asked for.
+
+    No Mapping: frameworks that move an optimizer's state to a device would copy all that is in one.
+    """
 
     def __init__(self, state: StreamedState, index: int) -> None:
         self._state, self._index = state, index
@@ -379,8 +409,17 @@ class _ParamView(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self._state.look(self._index, key)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._state.keys(self._index)
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state.keys(self._index))
+        return iter(self.keys())
 
     def __len__(self) -> int:
-        return len(self._state.keys(self._index))
+        return len(self.keys())
+
+    def keys(self) -> list[str]:
+        return self._state.keys(self._index)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return ((key, self[key]) for key in self)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import optstream
 from faults.drive import FaultyDrive, Interrupted, assert_nothing_left, failing, short
+from faults.model import assert_same, make_optimizer, make_params, reference, set_grads
 from optstream.errors import WindowIOError, WindowReadError, WindowWriteError
 
 NUM_STEPS = 3
@@ -24,37 +25,8 @@ ERRORS = {
     "preadv": (WindowReadError, "read"),
     "pwritev": (WindowWriteError, "write"),
 }
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Return parameters whose state fills more windows of 64 KiB than there are slots."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((400, 100), (7,), (300, 100))
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
-
-
-def set_grads(params: Iterable[Tensor], step: int) -> None:
-    for index, param in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-
-
-def reference(dtype: torch.dtype) -> list[Tensor]:
-    params = make_params(dtype)
-    masters = [nn.Parameter(param.detach().float()) for param in params]
-    optimizer = make_optimizer(masters)
-    for step in range(NUM_STEPS + 1):
-        set_grads(params, step)
-        for param, master in zip(params, masters, strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
-        optimizer.step()
-    return [master.detach().to(dtype) for master in masters]
+BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.slow)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
 
 
 @dataclass
@@ -104,8 +76,8 @@ def count_calls(drive: FaultyDrive, run: Run, name: str) -> tuple[int, int]:
     ("name", "number", "dtype"),
     [
         ("preadv", errno.EIO, torch.float32),
-        ("preadv", errno.EIO, torch.bfloat16),
-        ("pwritev", errno.EIO, torch.bfloat16),
+        pytest.param("preadv", errno.EIO, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("pwritev", errno.EIO, torch.bfloat16, marks=pytest.mark.slow),
         ("pwritev", errno.ENOSPC, torch.float32),
     ],
     ids=["read-EIO", "read-EIO-bf16", "write-EIO-bf16", "write-ENOSPC"],
@@ -116,7 +88,7 @@ def test_every_transfer_fails_until_the_drive_is_mended(
     kind, verb = ERRORS[name]
     first, last = count_calls(drive, Run(directory, dtype), name)
     assert last - first > 4
-    expected = reference(dtype)
+    expected = reference(dtype, NUM_STEPS + 1)
     for index in range(first, last):
         drive.num_calls = {}
         drive.fail(name, index, failing(number))
@@ -150,7 +122,7 @@ def test_every_transfer_fails_once(
 ) -> None:
     """Noticed or not (a write behind the step is tried again by the next), the result is right."""
     first, last = count_calls(drive, Run(directory, dtype), name)
-    expected = reference(dtype)
+    expected = reference(dtype, NUM_STEPS + 1)
     for index in range(first, last):
         drive.num_calls, drive.num_failures = {}, 0
 
@@ -178,7 +150,7 @@ def test_a_transfer_in_parts_is_no_error(
         run.train(on_error=lambda: None)
     assert drive.num_failures > 4
     assert run.errors == []
-    assert_same(run.params, reference(torch.float32))
+    assert_same(run.params, reference(torch.float32, NUM_STEPS + 1))
 
 
 def test_one_piece_of_a_window_fails(drive: FaultyDrive, directory: Path) -> None:
@@ -244,8 +216,3 @@ def test_the_report_after_an_error_counts_the_whole_step(
         assert report.num_windows == optimizer.plan.num_windows
         spent = report.update_s + report.read_wait_s + report.write_wait_s
         assert 0 < spent <= report.total_s
-
-
-def assert_same(actual: Iterable[Tensor], expected: Iterable[Tensor], what: object = "") -> None:
-    for left, right in zip(actual, expected, strict=True):
-        assert torch.equal(left.detach(), right), what

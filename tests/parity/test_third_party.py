@@ -289,7 +289,7 @@ def test_own_coupled_ones_are_refused(cls: type[Own], tmp_path: Path) -> None:
 
 
 def test_many_groups_are_not_taken_for_coupled(tmp_path: Path) -> None:
-    params = make_params([(4, 4)] * 60)
+    params = make_params([(4, 4)] * 30)
     inner = lion_pytorch.Lion([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(params)])
     optstream.offload(inner, tmp_path).close()
     adan = pytorch_optimizer.Adan([{"params": [param]} for param in params])

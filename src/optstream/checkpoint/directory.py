@@ -3,8 +3,8 @@
     PATH.tmp/                  made and locked by the save; unlocked: a dead run's, removed
       rank00000/window00000.safetensors ...    links to the frozen files (copies on other
       filesystems) manifest.json            last, when all files are durable
-    PATH.tmp -> PATH           one rename; over an older checkpoint an exchange, then the old one
-    goes
+    PATH.tmp -> PATH           one rename; over an older checkpoint an exchange, then that one goes
+    PATH.replaced              where the filesystem cannot exchange: the older one, for a moment
 
 Ordering: files, then their directory, then the manifest, then the rename, then the parent are made
 durable.
@@ -18,7 +18,9 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,7 @@ _CANNOT_LINK = (
     errno.ENOSYS,
     errno.EMLINK,
 )
+_RANK = re.compile(r"rank\d{5}", re.ASCII)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -86,6 +89,15 @@ def publish(snapshot: Snapshot, path: Path) -> None:
             `path` before is still there.
     """
     manifest = snapshot.manifest.to_json()
+    try:
+        _publish(snapshot, manifest, path)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot save to {path}: {error}") from error
+
+
+def _publish(snapshot: Snapshot, manifest: bytes, path: Path) -> None:
     with _staging(path) as staging:
         for window, file in snapshot.files.items():
             target = staging / snapshot.manifest.windows[window].file
@@ -107,10 +119,10 @@ def open_checkpoint(path: Path) -> Snapshot:
         CheckpointError: no checkpoint there, or a file is missing, truncated or another one.
         FormatError: the manifest is damaged or newer.
     """
-    old = path.with_name(path.name + ".old")
-    if not path.exists() and (old / MANIFEST).is_file():
-        log.warning("%s is gone, a save was killed while it replaced it; using %s", path, old)
-        path = old
+    replaced = _replaced(path)
+    if not path.exists() and (replaced / MANIFEST).is_file():
+        log.warning("%s is gone, a save was killed while it replaced it; using %s", path, replaced)
+        path = replaced
     manifest_path = path / MANIFEST
     try:
         data = manifest_path.read_bytes()
@@ -120,7 +132,7 @@ def open_checkpoint(path: Path) -> Snapshot:
         ) from error
     manifest = Manifest.from_json(data, str(manifest_path))
     files = {
-        index: _open_window(path / window.file, window.header_bytes, window.data_bytes)
+        index: _open_window(path, window.file, window.header_bytes, window.data_bytes)
         for index, window in enumerate(manifest.windows)
         if window.file
     }
@@ -146,18 +158,32 @@ def verify(snapshot: Snapshot) -> None:
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _open_window(path: Path, header_bytes: int, data_bytes: int) -> FrozenFile:
+def _open_window(checkpoint: Path, name: str, header_bytes: int, data_bytes: int) -> FrozenFile:
+    path = checkpoint / name
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open_inside(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
     file = FrozenFile(fd, str(path), header_bytes, data_bytes, {})
-    found_bytes = os.fstat(fd).st_size
-    if found_bytes != file.file_bytes:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no ordinary file")
+    if found.st_size != file.file_bytes:
         raise CheckpointError(
-            f"{path} has {found_bytes} bytes, the manifest says {file.file_bytes}; truncated?"
+            f"{path} has {found.st_size} bytes, the manifest says {file.file_bytes}; truncated?"
         )
     return file
+
+
+def _open_inside(path: Path) -> int:
+    """Open a window's file; neither it nor its directory may be a link that leads elsewhere."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    directory = os.open(path.parent, flags | os.O_DIRECTORY)
+    try:
+        # a FIFO in place of a file would be waited for
+        return os.open(path.name, flags | os.O_NONBLOCK, dir_fd=directory)
+    finally:
+        os.close(directory)
 
 
 def _pieces(file: FrozenFile, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -202,12 +228,29 @@ def _staging(path: Path) -> Iterator[Path]:
 def _remove_dead(staging: Path, path: Path) -> None:
     lock = _lock(staging)
     if lock is None:
-        if staging.exists():
+        if os.path.lexists(staging):
             raise StoreError(errno.EBUSY, f"another process is saving to {path}; choose another")
         return
-    log.info("%s: removed what a killed save left", staging)
-    shutil.rmtree(staging, ignore_errors=True)
-    os.close(lock)
+    try:
+        if not _is_ours(staging):
+            raise StoreError(
+                errno.EEXIST,
+                f"a save to {path} needs the name {staging}, where something else is; move it away",
+            )
+        log.info("%s: removed what a killed save left", staging)
+        shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _is_ours(directory: Path) -> bool:
+    """Tell whether there is nothing in a directory but what a checkpoint, whole or not, has."""
+    names = [entry.name for entry in directory.iterdir()]
+    return all(name == MANIFEST or _RANK.fullmatch(name) for name in names)
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(path.name + ".replaced")
 
 
 def _lock(directory: Path) -> int | None:
@@ -297,19 +340,27 @@ def _sync(directory: Path) -> None:
 
 def _commit(staging: Path, path: Path) -> None:
     """Give the whole directory its name; an older one under that name goes afterwards."""
-    replaced = None
-    if not path.exists():
+    replaced = _replaced(path)
+    if not os.path.lexists(path):
         staging.rename(path)
     elif _exchange(staging, path):
         replaced = staging
     else:
-        replaced = path.with_name(path.name + ".old")
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
         path.rename(replaced)
         staging.rename(path)
     _sync(path.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced)
+    _remove(replaced)
+
+
+def _remove(replaced: Path) -> None:
+    """Remove a checkpoint that was replaced; another save may be doing that, too."""
+    if replaced.is_symlink():
+        replaced.unlink()
+    elif replaced.is_dir() and _is_ours(replaced):
+        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            log.warning("%s, which was replaced, cannot be removed", replaced)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -18,19 +18,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from optstream.checkpoint.values import decode, encode
 from optstream.errors import FormatError
-from optstream.format import dtype_name
+from optstream.format import dtype_name, is_dense
+from optstream.store.base import PAGE_BYTES
 
 FORMAT = "optstream"
 VERSION = 1
+_BODY, _END = ', "body": ', "}\n"
+_FILE = re.compile(r"rank\d{5}/window\d{5,}\.safetensors", re.ASCII)
+_MAX_BYTES = 2**62
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,7 @@ class Manifest:
         Raises:
             ConfigError: a hyperparameter or a Python value that JSON cannot hold exactly.
         """
-        body = json.dumps(_body(self), separators=(",", ":"))
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "xxh3": xxhash.xxh3_64_hexdigest(body.encode()),
-        }
-        return (json.dumps(head)[:-1] + ', "body": ' + body + "}\n").encode()
+        return _sealed(json.dumps(_body(self), separators=(",", ":")), VERSION)
 
     @staticmethod
     def from_json(data: bytes, path: str) -> Manifest:
@@ -137,21 +137,27 @@ class Manifest:
             version = document["version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(f"{path} is no optstream manifest: {error!r}") from error
-        if not known or not isinstance(version, int):
+        if not known or type(version) is not int or version < 1:
             raise FormatError(f"{path} is no optstream manifest")
         if version > VERSION:
             raise FormatError(
                 f"{path} has version {version}, this reads up to {VERSION}; update optstream"
             )
-        text = data.decode().split(', "body": ', 1)[-1].rstrip()[:-1]
-        if xxhash.xxh3_64_hexdigest(text.encode()) != document.get("xxh3"):
+        text = data.decode().split(_BODY, 1)[-1].removesuffix(_END)
+        if _sealed(text, version) != data:
             raise FormatError(f"{path} was changed after it was written: its digest does not fit")
         try:
             manifest = _parse(document["body"], path)
             _check(manifest)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise FormatError(f"{path} is malformed: {error!r}") from error
         return manifest
+
+
+def _sealed(body: str, version: int) -> bytes:
+    digest = xxhash.xxh3_64_hexdigest(body.encode())
+    head = json.dumps({"format": FORMAT, "version": version, "xxh3": digest})
+    return (head[:-1] + _BODY + body + _END).encode()
 
 
 def _body(manifest: Manifest) -> dict[str, Any]:
@@ -254,25 +260,51 @@ def _sizes(values: list[int]) -> tuple[int, ...]:
 def _check(manifest: Manifest) -> None:
     """Raise ValueError unless files stay inside, and pieces cover tensors and lie in windows."""
     for window in manifest.windows:
-        path = PurePosixPath(window.file)
-        if window.file and (path.is_absolute() or ".." in path.parts):
-            raise ValueError(f"{window.file!r} leads out of the checkpoint")
-        count = 1 + -(-window.data_bytes // manifest.piece_bytes)
-        if window.file and len(window.digests) != count:
-            raise ValueError(f"{window.file!r} has {len(window.digests)} digests, not {count}")
+        _check_window(window, manifest.piece_bytes)
     for name, param in manifest.params.items():
+        _check_kept(name, param)
         for key, tensor in param.tensors.items():
-            end = 0
-            for piece in tensor.pieces:
-                window = manifest.windows[piece.window]
-                num_bytes = piece.numel * tensor.dtype.itemsize
-                fits = piece.offset + num_bytes <= window.data_bytes and window.file
-                if piece.start != end or not fits:
-                    raise ValueError(f"a piece of {name}/{key} is misplaced")
-                end += piece.numel
-            if end != math.prod(tensor.shape):
-                raise ValueError(f"the pieces of {name}/{key} hold {end} elements")
+            _check_tensor(f"{name}/{key}", tensor, manifest.windows)
     for group in manifest.groups:
         missing = [name for name in group["params"] if name not in manifest.params]
         if missing:
             raise ValueError(f"a group names {missing[0]!r}, which is not there")
+
+
+def _check_kept(name: str, param: StoredParam) -> None:
+    of_tiles = param.unplanned.values() if isinstance(param.unplanned, dict) else [None]
+    if not all(isinstance(values, dict) for values in (param.kept, *of_tiles)):
+        raise TypeError(f"what is kept for {name} has no keys")
+    if not all(isinstance(value, Tensor) for values in of_tiles for value in values.values()):
+        raise TypeError(f"an unplanned state of {name} is no tensor")
+
+
+def _check_window(window: StoredWindow, piece_bytes: int) -> None:
+    if not window.file:
+        return
+    if not _FILE.fullmatch(window.file):
+        raise ValueError(f"{window.file!r} is no window's file in a checkpoint")
+    sizes = (window.header_bytes, window.data_bytes, piece_bytes)
+    if any(size % PAGE_BYTES or not 0 <= size <= _MAX_BYTES for size in sizes):
+        raise ValueError(f"{window.file!r} has sizes of {sizes}, which are no pages")
+    count = 1 + -(-window.data_bytes // piece_bytes)
+    if window.header_bytes == 0 or len(window.digests) != count:
+        raise ValueError(f"{window.file!r} has {len(window.digests)} digests, not {count}")
+
+
+def _check_tensor(name: str, tensor: StoredTensor, windows: Sequence[StoredWindow]) -> None:
+    end = 0
+    for piece in tensor.pieces:
+        window = windows[piece.window]
+        num_bytes = piece.numel * tensor.dtype.itemsize
+        alignment = PAGE_BYTES if len(tensor.pieces) > 1 else tensor.dtype.itemsize
+        fits = piece.offset + num_bytes <= window.data_bytes and window.file
+        if piece.start != end or not fits or piece.offset % alignment:
+            raise ValueError(f"a piece of {name} is misplaced")
+        end += piece.numel
+        if end < math.prod(tensor.shape) and num_bytes % PAGE_BYTES:
+            raise ValueError(f"a piece of {name} ends inside a page")
+    if end != math.prod(tensor.shape):
+        raise ValueError(f"the pieces of {name} hold {end} elements")
+    if tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
+        raise ValueError(f"{name} of shape {tensor.shape} is not dense: strides {tensor.stride}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optstream.errors import StoreError
 from optstream.plan import PAGE_BYTES, aligned
 from optstream.store.base import FrozenFile
 
@@ -59,13 +60,15 @@ class Mapping:
                 PAGE_BYTES in their file, and the first too if there are several.
 
         Raises:
-            OSError: the kernel refuses.
+            StoreError: the kernel refuses.
         """
         lead = ranges[0].offset % PAGE_BYTES
         assert len(ranges) == 1 or lead == 0
         total = aligned(lead + sum(part.num_bytes for part in ranges), PAGE_BYTES)
         base = _map(None, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         self._release = weakref.finalize(self, _libc.munmap, base, total)
+        # whatever still runs while the interpreter ends may look at a tensor
+        self._release.atexit = False
         # a file may be written again when nobody holds its frozen form any more
         self._files = [part.file for part in ranges]
         self.address = base + lead
@@ -91,7 +94,11 @@ def _map(at: int | None, num_bytes: int, flags: int, fd: int, offset: int) -> in
     address = _libc.mmap(at, num_bytes, protection, flags | _MAP_NORESERVE, fd, offset)
     if address == _FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {num_bytes} bytes: {os.strerror(number)}")
+        raise StoreError(
+            number,
+            f"cannot map {num_bytes} bytes of state: {os.strerror(number)}; use larger windows, or "
+            "raise the limits of this process (ulimit -v, vm.max_map_count)",
+        )
     return int(address)
 
 

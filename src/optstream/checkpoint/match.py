@@ -47,9 +47,9 @@ class Differences:
             "has": "which this optimizer does not keep",
             "has no": "which this optimizer needs",
         }
-        texts = [f"{source} {verb} {_some(names)}" for verb, names in faults.items() if names]
+        texts = [f"{source} {verb} {some(names)}" for verb, names in faults.items() if names]
         lax = [
-            f"{source} {verb} {_some(names)}, {advice[verb]}"
+            f"{source} {verb} {some(names)}, {advice[verb]}"
             for verb, names in notes.items()
             if names
         ]
@@ -61,7 +61,7 @@ class Differences:
         for text in lax:
             log.warning("%s; loaded without it because strict=False", text)
         if self.widened:
-            log.warning("%s widened to float32: %s", source, _some(self.widened))
+            log.warning("%s widened to float32: %s", source, some(self.widened))
 
 
 def compare(
@@ -78,7 +78,7 @@ def compare(
     for spec in specs:
         state = states.get(spec.name)
         if state is None:
-            if spec.states:
+            if spec.states or spec.counters:
                 differences.missing.append(f"{spec.name!r}")
         elif state:
             _compare_param(spec, state, differences)
@@ -91,7 +91,7 @@ def compare(
 
 def _compare_param(spec: ParamSpec, state: State, differences: Differences) -> None:
     wanted = {tensor.key: tensor for tensor in spec.states}
-    given = {key: value for key, value in state.items() if is_streamed(value)}
+    given = [key for key, value in state.items() if _is_stored(key, value)]
     for key, tensor in wanted.items():
         label = f"{spec.name!r}/{key}"
         value = state.get(key)
@@ -106,10 +106,11 @@ def _compare_param(spec: ParamSpec, state: State, differences: Differences) -> N
                 differences.widened.append(label)
             else:
                 differences.wrong.append(f"{label} ({value.dtype}, needed {tensor.dtype})")
+    differences.missing += [f"{spec.name!r}/{key}" for key in spec.counters if key not in state]
     differences.extra += [f"{spec.name!r}/{key}" for key in given if key not in wanted]
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """Return the first few names and how many more there are."""
     shown = ", ".join(names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
@@ -118,7 +119,12 @@ def _some(names: Sequence[str]) -> str:
 def fitting(spec: ParamSpec, state: State) -> dict[str, Any]:
     """Return the part of a given state that the optimizer keeps."""
     wanted = {tensor.key for tensor in spec.states}
-    return {key: v for key, v in state.items() if key in wanted or not is_streamed(v)}
+    return {key: v for key, v in state.items() if key in wanted or not _is_stored(key, v)}
+
+
+def _is_stored(key: str, value: object) -> bool:
+    """Tell whether it goes into a window: a scalar parameter's master does, too."""
+    return is_streamed(value) or key == MASTER
 
 
 def by_name(
@@ -172,12 +178,25 @@ def check_groups(
         lacking = [repr(name) for name in own if name not in set(group["params"])]
         unknown = [repr(name) for name in group["params"] if name not in set(own)]
         if lacking or unknown:
-            faults = [f"lacks {_some(lacking)}"] if lacking else []
-            faults += [f"has the unknown {_some(unknown)}"] if unknown else []
+            faults = [f"lacks {some(lacking)}"] if lacking else []
+            faults += [f"has the unknown {some(unknown)}"] if unknown else []
             raise CheckpointError(
                 f"param_groups[{index}] of {source} {' and '.join(faults)}; another model, or "
                 "wrapped without model=?"
             )
+
+
+def check_shapes(
+    source: str, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[ParamSpec]
+) -> None:
+    """Raise CheckpointError unless parameters are as they were; one without state tells nothing."""
+    wrong = [
+        f"{spec.name!r} ({shapes[spec.name]}, needed {spec.shape})"
+        for spec in specs
+        if shapes.get(spec.name, spec.shape) != spec.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{source} has another shape for {some(wrong)}; another model?")
 
 
 def check_class(source: str, saved: str, optimizer: Optimizer, strict: bool) -> None:

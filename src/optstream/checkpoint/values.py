@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ctypes
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,8 @@ def encode(value: object, name: str) -> Json:
     """Return a value as JSON.
 
     Args:
-        value: None, bool, int, float, complex, str, a tensor, or tuples, lists and dicts of those.
+        value: None, bool, int, float, complex, str, a dtype, a tensor, or
+            tuples, lists and dicts of those.
         name: what it is, for the error.
 
     Raises:
@@ -34,6 +36,8 @@ def encode(value: object, name: str) -> Json:
             return value if math.isfinite(value) else {"float": repr(value)}
         case complex():
             return {"complex": [encode(value.real, name), encode(value.imag, name)]}
+        case torch.dtype():
+            return {"dtype": dtype_name(value)}
         case Tensor():
             return {"tensor": _encode_tensor(value)}
         case list():
@@ -66,6 +70,8 @@ def decode(value: Json, name: str) -> Any:
                 return float(content)
             case "complex":
                 return complex(*(decode(part, name) for part in content))
+            case "dtype":
+                return getattr(torch, dtype_name(content))
             case "tensor":
                 return _decode_tensor(content)
             case "tuple":
@@ -78,10 +84,8 @@ def decode(value: Json, name: str) -> Any:
 
 
 def _encode_tensor(tensor: Tensor) -> dict[str, Json]:
-    data = tensor.detach().cpu().contiguous().reshape(-1)
-    if tensor.dtype.is_complex:
-        data = torch.view_as_real(data).reshape(-1)
-    raw = bytes(data.view(torch.uint8).tolist())
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raw = ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b""
     return {
         "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
@@ -92,6 +96,5 @@ def _encode_tensor(tensor: Tensor) -> dict[str, Json]:
 def _decode_tensor(content: dict[str, Any]) -> Tensor:
     dtype = getattr(torch, dtype_name(content["dtype"]))
     raw = bytearray(base64.b64decode(content["data"], validate=True))
-    if not raw:
-        return torch.empty(content["shape"], dtype=dtype)
-    return torch.frombuffer(raw, dtype=dtype).reshape(content["shape"]).clone()
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(content["shape"]).clone()

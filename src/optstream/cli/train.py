@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,20 @@ def run(args: argparse.Namespace) -> int:
     from optstream.training.run import train
     from optstream.training.summary import print_summary
 
+    configs = [config, comparison(config)] if args.compare else [config]
+    results = []
     with StopRequest() as stop:
-        result = train(config, stop, make_observer(quiet=args.quiet))
-    print_summary([result])
-    return 0 if result.stopped_by is None else 128 + result.stopped_by
+        for each in configs:
+            results.append(train(each, stop, make_observer(quiet=args.quiet)))
+            if stop.signum is not None:
+                break
+    print_summary(results)
+    return 0 if stop.signum is None else 128 + stop.signum
+
+
+def comparison(config: TrainConfig) -> TrainConfig:
+    """Return the run with AdamW that a run is compared with."""
+    return replace(config, optimizer="adamw", lr=config.adamw_lr, adamw_lr=None)
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -88,11 +98,26 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--optimizer", choices=OPTIMIZERS, help=_default("optimizer").strip())
+    group.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="muon: Muon on matrices, AdamW on the rest" + _default("optimizer"),
+    )
     group.add_argument(
         "--lr",
         type=number_above(0),
         help="peak learning rate (default: one that suits the optimizer and the model)",
+    )
+    group.add_argument(
+        "--adamw-lr",
+        type=number_above(0),
+        metavar="LR",
+        help="of what Muon leaves to AdamW, and of the run that --compare adds (default: as --lr)",
+    )
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="train with AdamW afterwards, for equal steps on equal batches, and show both",
     )
     group.add_argument(
         "--weight-decay",
@@ -144,6 +169,10 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
     if store == "none" and args.window_bytes is not None:
         args.parser.error("--window does nothing with --store none; leave one of them out")
+    if given.get("optimizer", TrainConfig.optimizer) == "adamw":
+        for flag, value in (("--adamw-lr", args.adamw_lr), ("--compare", args.compare)):
+            if value:
+                args.parser.error(f"{flag} does nothing with --optimizer adamw; leave it out")
     if store == "direct":
         given.setdefault("state_dir", _default_state_dir())
     given["text"] = tuple(given.get("text", ()))

@@ -144,7 +144,8 @@ class Store(ABC):
         """Make what these windows hold now immutable; the next write of each goes elsewhere.
 
         Ordering: no transfer of these windows is under way. All or nothing: space for the next
-        writes is reserved first.
+        writes is reserved first. A drive that refuses that for another reason than space is
+        asked again by `prepare_write`: what it still holds can be saved to another one.
 
         Raises:
             OutOfSpaceError: with needed and free bytes; nothing was frozen.
@@ -152,7 +153,11 @@ class Store(ABC):
 
     @abstractmethod
     def prepare_write(self, window: int) -> None:
-        """Be told that all of a window is about to be written; a frozen one gets its fresh file."""
+        """Be told that all of a window is about to be written; a frozen one gets its fresh file.
+
+        Raises:
+            WindowWriteError: there is none, and the drive refuses one.
+        """
 
     def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
         """Take files, with their digests as in FrozenFile, as what these windows hold, frozen.

@@ -74,11 +74,12 @@ def check_directory(existing: Path, path: Path) -> None:
         raise _refusal(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
-def check_space(needs: Sequence[tuple[Path, int]]) -> None:
+def check_space(needs: Sequence[tuple[Path, int]], what: str = "state") -> None:
     """Check free space, counting directories on one filesystem together.
 
     Args:
         needs: (directory, bytes of one file to be made there).
+        what: is to be put there, for the error.
 
     Raises:
         OutOfSpaceError: with needed and free bytes, as given to unprivileged users.
@@ -94,14 +95,15 @@ def check_space(needs: Sequence[tuple[Path, int]]) -> None:
         if needed_bytes > free_bytes:
             raise OutOfSpaceError(
                 errno.ENOSPC,
-                f"state needs {format_bytes(needed_bytes)}, {names} has {format_bytes(free_bytes)} "
-                f"free; free {format_bytes(needed_bytes - free_bytes)} or give a second directory",
+                f"{what} needs {format_bytes(needed_bytes)}, {names} has "
+                f"{format_bytes(free_bytes)} free; free "
+                f"{format_bytes(needed_bytes - free_bytes)} or give a second directory",
             )
         num_files = sum(map(len, files.values()))
         if free.f_files and num_files > free.f_favail:
             raise OutOfSpaceError(
                 errno.ENOSPC,
-                f"state needs {num_files} files, {names} has {free.f_favail} inodes free; "
+                f"{what} needs {num_files} files, {names} has {free.f_favail} inodes free; "
                 "give a larger window or another drive",
             )
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from optstream.errors import ClosedError, ConfigError
+from optstream.errors import ClosedError, ConfigError, OutOfSpaceError, WindowWriteError
 from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
 from optstream.store.checks import absolute, check_limits, check_space, reserve_refused
 from optstream.store.files import Drive, LiveFile
+
+log = logging.getLogger("optstream")
 
 
 class Direct(Store):
@@ -71,7 +75,12 @@ class Direct(Store):
         windows = list(windows)
         missing = [window for window in windows if window not in self._spares]
         check_limits(len(windows) + len(missing), 0)
-        self._reserve_spares(missing)
+        try:
+            self._reserve_spares(missing)
+        except OutOfSpaceError:
+            raise
+        except OSError as error:
+            log.warning("no files for the writes that follow: %s", error)
         return {
             window: self._files[window].freeze(self._specs[window].data_bytes) for window in windows
         }
@@ -83,9 +92,17 @@ class Direct(Store):
         return self._specs[window]
 
     def prepare_write(self, window: int) -> None:
-        if self._files[window].frozen:
-            frozen, self._files[window] = self._files[window], self._spares.pop(window)
-            frozen.remove()
+        frozen = self._files[window]
+        if not frozen.frozen:
+            return
+        if window not in self._spares:
+            try:
+                self._reserve_spares([window])
+            except OSError as error:
+                number, size = error.errno or errno.EIO, self._specs[window].data_bytes
+                raise WindowWriteError(frozen.name, 0, size, number, str(error)) from error
+        self._files[window] = self._spares.pop(window)
+        frozen.remove()
 
     def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
         self._check_usable()
@@ -130,7 +147,10 @@ class Direct(Store):
         placed = [
             (self._drives[self.drive(window)], window, self._specs[window]) for window in windows
         ]
-        check_space([(drive.directory, file.file_bytes) for drive, _, file in placed])
+        for drive in {drive for drive, _, _ in placed}:
+            drive.prepare()  # somebody may have removed the directory: nothing in it has a name
+        needs = [(drive.directory, file.file_bytes) for drive, _, file in placed]
+        check_space(needs, "a second generation of the state")
         made: dict[int, LiveFile] = {}
         try:
             for drive, window, file in placed:

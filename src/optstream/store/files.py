@@ -23,7 +23,7 @@ from pathlib import Path
 
 import xxhash
 
-from optstream.errors import WindowReadError, WindowWriteError
+from optstream.errors import DigestError, WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
 from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
@@ -274,10 +274,9 @@ class Drive:
 
 
 def check_digest(buffer: memoryview, digest: int | None, name: str, position: int) -> None:
-    """Raise WindowReadError if these bytes of a file are not what was once written there."""
+    """Raise DigestError if these bytes of a file are not what was once written there."""
     if xxhash.xxh3_64_intdigest(buffer) != digest:
-        cause = "the bytes are not those that were written: their digest does not fit"
-        raise WindowReadError(name, position, len(buffer), EIO, cause)
+        raise DigestError(name, position, len(buffer))
 
 
 def _aligned(num_bytes: int) -> memoryview:

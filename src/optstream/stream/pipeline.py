@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from optstream.errors import WindowIOError
-from optstream.plan import PAGE_BYTES, Plan, aligned
+from optstream.plan import Plan, aligned
 from optstream.store.base import PIECE_BYTES, FrozenFile, Store, freeze_copy
 from optstream.stream import lane as lanes
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
@@ -151,13 +151,23 @@ class Stream:
             slot = holding(self._slots, window)
             if slot is not None:
                 return slot.tensor[offset : offset + num_bytes].clone()
-        first, end = offset // PAGE_BYTES * PAGE_BYTES, aligned(offset + num_bytes, PAGE_BYTES)
-        copy = allocate(end - first)
-        self._store.read(window, first, copy.memory[: end - first])
-        return copy.tensor[offset - first : offset - first + num_bytes]
+        # whole pieces: what comes from a checkpoint is held against their digests
+        first = offset // PIECE_BYTES * PIECE_BYTES
+        end = min(aligned(offset + num_bytes, PIECE_BYTES), self._store.file(window).data_bytes)
+        copy = allocate(min(end - first, PIECE_BYTES))
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        for start in range(first, end, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, end)
+            self._store.read(window, start, copy.memory[: stop - start])
+            low, high = max(start, offset), min(stop, offset + num_bytes)
+            found[low - offset : high - offset] = copy.tensor[low - start : high - start]
+        return found
 
     def replace(self, windows: Iterable[int]) -> None:
-        """Take these windows, and no others, as stored; what slots held is no longer the state."""
+        """Take these windows, and no others, as stored; what slots held is no longer the state.
+
+        The next update of any other starts from zeros and reads nothing.
+        """
         with self._changed:
             self._next_use = {}
             self._changed.wait_for(lambda: not self._in_flight())
@@ -165,10 +175,6 @@ class Stream:
                 slot.put(SlotState.FREE, None)
             self._write_errors.clear()
             self._stored = set(windows)
-
-    def forget(self, windows: Iterable[int]) -> None:
-        """Take windows as never stored: the next update starts from zeros and reads nothing."""
-        self._stored.difference_update(windows)
 
     def drain(self) -> None:
         """Wait until every window is on the drive; WindowWriteError if one cannot be written."""
@@ -317,6 +323,7 @@ class Stream:
             slot.state = SlotState.READY
         else:
             assert slot.window is not None
+            _name_window(error, slot.window)
             self._read_errors[slot.window] = error
             slot.put(SlotState.FREE, None)
 
@@ -326,6 +333,7 @@ class Stream:
             slot.state = SlotState.READY
         else:
             assert slot.window is not None
+            _name_window(error, slot.window)
             self._write_errors[slot.window] = error
             slot.state = SlotState.DIRTY
 
@@ -383,6 +391,11 @@ class Stream:
         for unpin in self._unpin.values():
             unpin()
         self._unpin, self._slots = {}, []
+
+
+def _name_window(error: Exception, window: int) -> None:
+    if isinstance(error, WindowIOError):
+        error.window = window
 
 
 def _is_written(slot: Slot) -> bool:

@@ -73,7 +73,7 @@ def holding(slots: Sequence[Slot], window: int) -> Slot | None:
 
 
 def choose(slots: Sequence[Slot], window: int, next_use: Mapping[int, int]) -> Slot | None:
-    """Return the slot to take for `window`: a free one, or of those needed later the last.
+    """Return the slot to take for `window` now: a free one, or of those needed later the last.
 
     Args:
         next_use: position of each window that is still to come in this scan. Scans alternate, so of
@@ -87,8 +87,10 @@ def choose(slots: Sequence[Slot], window: int, next_use: Mapping[int, int]) -> S
     def when(slot: Slot) -> tuple[int, int]:
         return next_use.get(slot.window, NEVER) if slot.window is not None else NEVER, -slot.used
 
-    ready = [slot for slot in slots if slot.state is SlotState.READY]
-    last = max(ready, key=when, default=None)
+    # a slot that is still being written may be the right one: the next step would have to read
+    # what another one holds
+    usable = [slot for slot in slots if slot.state in (SlotState.READY, SlotState.WRITING)]
+    last = max(usable, key=when, default=None)
     if last is None or when(last)[0] <= next_use.get(window, NEVER):
         return None
-    return last
+    return last if last.state is SlotState.READY else None

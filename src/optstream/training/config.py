@@ -10,7 +10,7 @@ Store = Literal["direct", "memory", "none"]
 Dtype = Literal["float32", "bfloat16"]
 STORES: tuple[Store, ...] = ("direct", "memory", "none")
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
-OPTIMIZERS = ("adamw",)
+OPTIMIZERS = ("muon", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,12 @@ class TrainConfig:
     """Files or folders of UTF-8 text; empty: the plays that come as a package."""
     model: str = "small"
     """`tiny`, `small`, `smollm2`, or the directory of a transformers causal language model."""
-    optimizer: str = "adamw"
+    optimizer: str = "muon"
     """One of OPTIMIZERS."""
     lr: float | None = None
     """Peak learning rate; None: the default for this optimizer and model."""
+    adamw_lr: float | None = None
+    """Peak learning rate of what Muon leaves to AdamW; None: the default for this model."""
     weight_decay: float = 0.1
     """Decoupled weight decay of tensors with two or more dimensions."""
     store: Store = "direct"

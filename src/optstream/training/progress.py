@@ -94,10 +94,18 @@ def describe(plan: RunPlan) -> str:
     config = plan.config
     what = (
         f"{config.model}, {plan.num_params / 1e6:.1f} M parameters in {config.dtype}, "
-        f"{config.optimizer} lr {plan.lr:g}, {config.steps} steps of "
+        f"{optimizer(plan)}, {config.steps} steps of "
         f"{config.batch_size} x {config.seq_len} tokens"
     )
     return f"{what}; state {place(plan)}"
+
+
+def optimizer(plan: RunPlan) -> str:
+    """Return which optimizer runs, and its peak learning rates."""
+    name, rates = plan.config.optimizer, plan.rates
+    if name == "muon":
+        return f"muon lr {rates.lr:g}, its AdamW part lr {rates.adamw_lr:g}"
+    return f"{name} lr {rates.lr:g}"
 
 
 def place(plan: RunPlan) -> str:

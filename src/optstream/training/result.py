@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from optstream.training.config import TrainConfig
+from optstream.training.optimizers import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +13,8 @@ class RunPlan:
     """What is about to run, known before the first step."""
 
     config: TrainConfig
-    lr: float
+    rates: Rates
+    """Peak learning rates."""
     num_params: int
     train_tokens: int
     held_out_tokens: int

@@ -18,7 +18,12 @@ from optstream.errors import ConfigError, OffloadError
 from optstream.memory import read_memory
 from optstream.training.config import TrainConfig
 from optstream.training.models import LanguageModel, check_model_name, load_model
-from optstream.training.optimizers import BUILDERS, DEFAULT_LR, DEFAULT_PRETRAINED_LR
+from optstream.training.optimizers import (
+    BUILDERS,
+    DEFAULT_PRETRAINED_RATES,
+    DEFAULT_RATES,
+    Rates,
+)
 from optstream.training.packages import require_modules
 from optstream.training.result import RunPlan, RunResult, StepRecord, Totals
 from optstream.training.schedule import learning_rate_share
@@ -87,11 +92,11 @@ def _optimize(
     stop: StopRequest,
     observer: Observer,
 ) -> RunResult:
-    lr = config.lr or (DEFAULT_PRETRAINED_LR if model.pretrained else DEFAULT_LR)[config.optimizer]
-    optimizer = BUILDERS[config.optimizer](model.module, lr, config.weight_decay)
+    rates = _rates(config, pretrained=model.pretrained)
+    optimizer = BUILDERS[config.optimizer](model.module, rates, config.weight_decay)
     totals = Totals()
     with closing(make_updater(optimizer, model.module, config)) as updater:
-        plan = _plan(updater, model, data, lr, config)
+        plan = _plan(updater, model, data, rates, config)
         observer.started(plan)
         with _metrics_file(config) as metrics, stop.after_current_step():
             _write(metrics, {"step": 0, "held_out_loss": loss_before})
@@ -114,6 +119,11 @@ def _optimize(
         state_bytes=state_bytes,
         stopped_by=stop.signum,
     )
+
+
+def _rates(config: TrainConfig, *, pretrained: bool) -> Rates:
+    default = (DEFAULT_PRETRAINED_RATES if pretrained else DEFAULT_RATES)[config.optimizer]
+    return Rates(config.lr or default.lr, config.adamw_lr or default.adamw_lr)
 
 
 def _steps(
@@ -169,12 +179,12 @@ def held_out_loss(model: LanguageModel, data: TokenData, config: TrainConfig) ->
 
 
 def _plan(
-    updater: Updater, model: LanguageModel, data: TokenData, lr: float, config: TrainConfig
+    updater: Updater, model: LanguageModel, data: TokenData, rates: Rates, config: TrainConfig
 ) -> RunPlan:
     streamed = updater.plan
     return RunPlan(
         config=config,
-        lr=lr,
+        rates=rates,
         num_params=sum(param.numel() for param in model.module.parameters()),
         train_tokens=len(data.train),
         held_out_tokens=len(data.held_out),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from optstream.training.progress import place
+from optstream.training.progress import optimizer, place
 from optstream.training.result import RunResult, Totals
 from optstream.units import format_bytes
 
@@ -38,7 +38,7 @@ def _rows(result: RunResult) -> dict[str, str]:
         steps += f", stopped by {signal.Signals(result.stopped_by).name}"
     return {
         "model": model,
-        "optimizer": f"{plan.config.optimizer}, lr {plan.lr:g}",
+        "optimizer": optimizer(plan),
         "optimizer state": place(plan),
         "steps": f"{steps}, {totals.total_s:.1f} s",
         "held-out loss": _held_out(result),

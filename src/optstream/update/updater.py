@@ -11,11 +11,10 @@ when all windows are through: every tile of a parameter starts a step from the s
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,39 +31,16 @@ from optstream.layout import (
 )
 from optstream.memory import trim_heap
 from optstream.params import Bound
-from optstream.plan import (
-    EXTENT_ALIGNMENT,
-    MASTER,
-    MAX_TILE,
-    Extent,
-    ParamSpec,
-    Piece,
-    Plan,
-    Temporaries,
-    Window,
-    aligned,
-)
+from optstream.plan import MASTER, ParamSpec, Piece, Plan, Temporaries, Window
 from optstream.units import format_bytes
+from optstream.update.master import follow_parameter
+from optstream.update.record import Record, working_copy
+from optstream.update.views import GradientScratch, extent_view, part_of
 
 TRIM_BYTES = 16 * 2**20
 """Of parameters updated by rules with temporaries, after which freed memory is given back."""
 
 log = logging.getLogger("optstream")
-
-
-@dataclass
-class Record:
-    """What one parameter keeps outside its window.
-
-    Attributes:
-        stored: keys whose tensors in the window are valid.
-        kept: counters and Python values.
-        unplanned: tensors the layout did not foresee, by the start of their tile.
-    """
-
-    stored: frozenset[str] = frozenset()
-    kept: dict[str, Any] = field(default_factory=dict)
-    unplanned: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -93,7 +69,7 @@ class Updater:
         self._next: dict[int, Record] = {}
         self._group_values: dict[int, dict[str, Any]] = {}
         self._attributes: dict[str, Any] = {}
-        self._scratch: dict[torch.device, Tensor] = {}
+        self._scratch = GradientScratch()
         self._untrimmed_bytes = 0
         self._changed: list[tuple[str, Tensor]] = []
         self.followed: set[str] = set()
@@ -108,7 +84,7 @@ class Updater:
             buffer: uint8, the window's data, on the device of its parameters.
             bound: by index in `plan.params`, those with a gradient.
         """
-        scratch = self._gradient_scratch(plan, window, bound)
+        scratch = self._scratch.spaces(plan, window, bound)
         jobs = [
             job
             for piece in window.pieces
@@ -146,10 +122,10 @@ class Updater:
             record = self._next.setdefault(piece.param, Record())
             views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
             for key, value in states[piece.param].items():
-                if not is_streamed(value):
+                if key not in views and not is_streamed(value):
                     record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
-                part = _part(value.detach(), piece)
+                part = part_of(value.detach(), piece)
                 if key not in views or part.shape != views[key].shape:
                     raise StateChangedError(
                         f"{spec.name}/{key} of shape {tuple(value.shape)} is not "
@@ -200,8 +176,8 @@ class Updater:
         self, spec: ParamSpec, piece: Piece, buffer: Tensor, bound: Bound, scratch: Iterator[Tensor]
     ) -> Iterator[_Job]:
         views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
-        target = _part(bound.param.detach(), piece)
-        grad = _part(bound.grad.detach(), piece)
+        target = part_of(bound.param.detach(), piece)
+        grad = part_of(bound.grad.detach(), piece)
         if spec.has_master:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(scratch)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
@@ -308,24 +284,6 @@ class Updater:
             format_bytes(value.nbytes),
         )
 
-    def _gradient_scratch(
-        self, plan: Plan, window: Window, bound: Mapping[int, Bound]
-    ) -> Iterator[Tensor]:
-        """Yield float32 space for the gradient of each piece with a master, in order."""
-        used = 0
-        for piece in window.pieces:
-            if piece.param in bound and plan.params[piece.param].has_master:
-                device = bound[piece.param].param.device
-                yield self._scratch_for(device, plan.gradient_bytes)[used // 4 :]
-                used += aligned(piece.numel * 4, EXTENT_ALIGNMENT)
-
-    def _scratch_for(self, device: torch.device, num_bytes: int) -> Tensor:
-        scratch = self._scratch.get(device)
-        if scratch is None or scratch.nbytes < num_bytes:
-            scratch = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
-            self._scratch[device] = scratch
-        return scratch
-
 
 def _runs(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
     """Yield what one call of the optimizer updates: all, or TRIM_BYTES of rules that go one by one.
@@ -344,58 +302,5 @@ def _runs(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
         yield run
 
 
-def follow_parameter(master: Tensor, param: Tensor) -> Tensor:
-    """Take into the master what something else wrote into its parameter.
-
-    Where the parameter still is the master's rounded value the master keeps its lower bits, so a
-    weight that was swapped out and back (EMA, evaluation) loses nothing.
-
-    Returns:
-        Whether there was any (0-dim, bool); on an accelerator nothing has waited for it.
-    """
-    changed = torch.zeros((), dtype=torch.bool, device=master.device)
-    for part, written in _chunks(master, param):
-        differs = written.view(torch.int16) != part.to(param.dtype).view(torch.int16)
-        any_differs = differs.any()
-        if not differs.is_cpu or bool(any_differs):
-            part.copy_(torch.where(differs, written.to(master.dtype), part))
-            changed |= any_differs
-    return changed
-
-
-def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
-    """Return the tensor that an extent of a window's data holds, without a copy."""
-    data = buffer[extent.offset : extent.offset + extent.num_bytes].view(extent.dtype)
-    return data.as_strided(extent.shape, extent.stride)
-
-
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
-    if piece.whole:
-        return tensor
-    if tensor.is_contiguous():
-        return tensor.view(-1)[piece.start : piece.stop]
-    # a gradient may be laid out as it likes: copy only the rows that hold the slice
-    row = tensor.numel() // len(tensor)
-    rows = tensor[piece.start // row : -(-piece.stop // row)]
-    start = piece.start % row
-    return rows.reshape(-1)[start : start + piece.numel]
-
-
-def _chunks(master: Tensor, param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield bounded parts of both: flat where both are contiguous, else some rows."""
-    if master.is_contiguous() and param.is_contiguous():
-        master, param = master.view(-1), param.view(-1)
-    rows = max(1, MAX_TILE * len(param) // max(1, param.numel()))
-    yield from zip(master.split(rows), param.split(rows), strict=True)
-
-
 def _fits(value: Tensor, view: Tensor) -> bool:
     return value.shape == view.shape and value.dtype == view.dtype
-
-
-def working_copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of counters and Python values that may be changed."""
-    return {
-        key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for key, value in values.items()
-    }

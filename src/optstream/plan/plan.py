@@ -1,0 +1,161 @@
+"""The plan: all windows of an optimizer, and what they cost in bytes.
+
+Pure arithmetic: no I/O, no torch.distributed, no tensor is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from optstream.errors import ConfigError
+from optstream.plan.specs import ParamSpec, Temporaries
+from optstream.plan.windows import EXTENT_ALIGNMENT, Window, aligned, build_windows
+from optstream.units import format_bytes
+
+NUM_SLOTS = 4
+"""One window being updated, one being written, two being read ahead."""
+
+NUM_DEVICE_BUFFERS = 2
+"""On an accelerator: one window being updated, one being copied out and in."""
+
+MIN_WINDOW_BYTES = 64 * 2**10
+OVERHEAD_BYTES = 32 * 2**20
+"""Threads, Python objects and allocator slack: what does not depend on windows or the model."""
+
+log = logging.getLogger("optstream")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All windows and their cost; `extended` gives the plan with more parameters."""
+
+    window_bytes: int
+    params: tuple[ParamSpec, ...] = ()
+    windows: tuple[Window, ...] = ()
+    in_place: bool = False
+
+    def extended(self, params: Sequence[ParamSpec]) -> Plan:
+        """Return this plan with windows for more parameters behind the ones it has."""
+        windows = tuple(build_windows(params, len(self.params), self.window_bytes))
+        _report_large_windows(windows, params, len(self.params), self.window_bytes)
+        return Plan(
+            self.window_bytes, self.params + tuple(params), self.windows + windows, self.in_place
+        )
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.windows)
+
+    @property
+    def num_slots(self) -> int:
+        return 0 if self.in_place else min(NUM_SLOTS, self.num_windows)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Size of a slot: the largest window's data."""
+        return max((window.data_bytes for window in self.windows), default=0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of state proper, without padding and headers."""
+        return sum(window.state_bytes for window in self.windows)
+
+    @cached_property
+    def data_bytes(self) -> int:
+        """Bytes of all windows on the drive, without headers."""
+        return sum(window.data_bytes for window in self.windows)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Size of the buffer for one window's gradients in float32 (parameters with masters)."""
+        return max((self._window_gradient_bytes(window) for window in self.windows), default=0)
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """The most that updating one window allocates and frees again."""
+        return max((self._window_update_bytes(window) for window in self.windows), default=0)
+
+    @cached_property
+    def peak_host_bytes(self) -> int:
+        """The most anonymous host memory ever used above the model and its gradients."""
+        stored = self.data_bytes if self.in_place else self.num_slots * self.slot_bytes
+        return stored + self._working_bytes("cpu") + OVERHEAD_BYTES
+
+    @cached_property
+    def peak_device_bytes(self) -> int:
+        """The most memory ever used on an accelerator above the model and its gradients, of one."""
+        devices = {window.device for window in self.windows} - {"cpu"}
+        working = [self._working_bytes(device) for device in devices]
+        return max((NUM_DEVICE_BUFFERS * self.slot_bytes + num for num in working), default=0)
+
+    def _working_bytes(self, device: str) -> int:
+        """What updates on a device allocate: temporaries, and gradients in float32."""
+        windows = [window for window in self.windows if window.device == device]
+        gradient = self.gradient_bytes if any(map(self._window_gradient_bytes, windows)) else 0
+        return gradient + max(map(self._window_update_bytes, windows), default=0)
+
+    @cached_property
+    def written_bytes_per_step(self) -> int:
+        return 0 if self.in_place else self.data_bytes
+
+    @cached_property
+    def read_bytes_per_step(self) -> int:
+        """Mean of two steps: scans alternate, and what ends one in the slots starts the next."""
+        if self.in_place:
+            return 0
+        kept = self.num_slots
+        first, last = self.windows[:kept], self.windows[self.num_windows - kept :]
+        kept_bytes = sum(window.data_bytes for window in (*first, *last)) // 2
+        return self.data_bytes - kept_bytes
+
+    def _window_gradient_bytes(self, window: Window) -> int:
+        return sum(
+            aligned(piece.numel * 4, EXTENT_ALIGNMENT)
+            for piece in window.pieces
+            if self.params[piece.param].has_master
+        )
+
+    def _window_update_bytes(self, window: Window) -> int:
+        batched = sequential = first = 0
+        for piece in window.pieces:
+            spec = self.params[piece.param]
+            share = min(piece.numel, spec.max_tile) / max(1, spec.numel)
+            temporary = math.ceil(spec.temporary_bytes * share)
+            if spec.temporaries is Temporaries.BATCHED:
+                batched += temporary
+            else:
+                sequential = max(sequential, temporary)
+            first = max(first, math.ceil(spec.first_bytes * share))
+        return max(batched + sequential, first)
+
+
+def parse_window_bytes(window_bytes: int) -> int:
+    """Return the window size if it is one; ConfigError otherwise (0 never means "everything")."""
+    if window_bytes < MIN_WINDOW_BYTES:
+        raise ConfigError(
+            f"window={window_bytes} bytes is too small; give at least "
+            f'{format_bytes(MIN_WINDOW_BYTES)} ("256MiB" is the default)'
+        )
+    return window_bytes
+
+
+def _report_large_windows(
+    windows: Iterable[Window], params: Sequence[ParamSpec], first: int, window_bytes: int
+) -> None:
+    large = [window for window in windows if window.state_bytes > window_bytes]
+    if not large:
+        return
+    largest = max(large, key=lambda window: window.state_bytes)
+    name = params[largest.pieces[0].param - first].name
+    log.warning(
+        "%d of the windows exceed window=%s because a parameter is updated as a whole; the "
+        "largest is %s (%s); memory is planned for it",
+        len(large),
+        format_bytes(window_bytes),
+        format_bytes(largest.state_bytes),
+        name,
+    )

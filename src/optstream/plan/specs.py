@@ -1,0 +1,92 @@
+"""What the plan is told: parameters, and the state an optimizer keeps for each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+MASTER = "master"
+MAX_TILE = 2**20
+"""Elements updated at once; temporaries stay in the processor's cache and out of the bound."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One streamed tensor of a parameter's state: the master, or what the optimizer keeps.
+
+    Attributes:
+        key: the optimizer's own key ("exp_avg"), or MASTER.
+        shape, stride: elements, as the optimizer makes it for the whole parameter.
+        dtype: as the optimizer makes it.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Temporaries(Enum):
+    """What one call of an optimizer's step allocates besides state."""
+
+    NONE = "none"
+    """Fused kernels: nothing."""
+    ONE = "one"
+    """A loop over parameters: what one of them needs, so that small tiles make it small."""
+    BATCHED = "batched"
+    """foreach: what all parameters of the call need."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the plan needs to know of a parameter.
+
+    Attributes:
+        name: FQN, or "group0.param3" where no name is known.
+        group, position: where it stands in `param_groups`.
+        shape, dtype, device: of the parameter itself.
+        states: its streamed tensors.
+        counters: keys of what the optimizer keeps in memory for it.
+        elementwise: flat slices of it may be updated by themselves.
+        temporaries: which temporaries of an update live at the same time.
+        first_bytes: peak of what the first update allocates, the new state included.
+        temporary_bytes: peak of what any later update allocates.
+    """
+
+    name: str
+    group: int
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    states: tuple[StateTensor, ...]
+    elementwise: bool
+    counters: tuple[str, ...] = ()
+    temporaries: Temporaries = Temporaries.ONE
+    first_bytes: int = 0
+    temporary_bytes: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def has_master(self) -> bool:
+        return any(state.key == MASTER for state in self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
+    @property
+    def max_tile(self) -> int:
+        """Elements of it that are updated at once: tiles only help rules that go one by one."""
+        tiled = self.elementwise and self.temporaries is Temporaries.ONE
+        return MAX_TILE if tiled else self.numel

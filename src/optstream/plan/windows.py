@@ -1,0 +1,167 @@
+"""Parameters into windows: who lies where, byte by byte.
+
+Parameters are taken in order until a window holds `window_bytes` of stored state. A rule that is
+elementwise gets flat slices, so that one huge parameter does not break the bound; any other rule
+gets whole parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from optstream.plan.specs import ParamSpec
+
+SLICE_ALIGNMENT = 4096
+"""Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
+multiples of this (tests/parity/test_slices.py)."""
+
+EXTENT_ALIGNMENT = 64
+"""Bytes, as torch's own allocations: a matrix product may depend on its operands' alignment."""
+
+PAGE_BYTES = 4096
+
+
+def aligned(value: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is not less than `value`."""
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The byte range of a window's data that holds one tensor (of a slice)."""
+
+    key: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, or a flat slice of it, with its extents in one window.
+
+    Attributes:
+        param: index in `Plan.params`.
+        start, stop: flat elements of the parameter; 0 and numel where it is whole.
+        whole: the rule sees the parameter in its own shape.
+    """
+
+    param: int
+    start: int
+    stop: int
+    whole: bool
+    extents: tuple[Extent, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def extent(self, key: str) -> Extent:
+        """Return the extent of a key that the plan knows."""
+        return next(extent for extent in self.extents if extent.key == key)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The pieces whose state is in memory together.
+
+    Attributes:
+        pieces: in the order of their extents.
+        data_bytes: size on the drive behind the header, a multiple of PAGE_BYTES.
+        device: where all its parameters live.
+    """
+
+    pieces: tuple[Piece, ...]
+    data_bytes: int
+    device: str
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(extent.num_bytes for piece in self.pieces for extent in piece.extents)
+
+
+def build_windows(params: Sequence[ParamSpec], first: int, window_bytes: int) -> Iterator[Window]:
+    """Yield the windows of parameters whose indices start at `first`."""
+    builder = _WindowBuilder(window_bytes)
+    for index, spec in enumerate(params, first):
+        yield from builder.add(index, spec)
+    yield from builder.finish()
+
+
+class _WindowBuilder:
+    """Fills one window at a time."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.pieces: list[Piece] = []
+        self.end = 0
+        self.device = ""
+
+    def add(self, index: int, spec: ParamSpec) -> Iterator[Window]:
+        """Place a parameter; yield the windows that are full now."""
+        if spec.device != self.device:
+            yield from self.finish()
+        self.device = spec.device
+        if spec.elementwise:
+            yield from self._add_slices(index, spec)
+        else:
+            if self.pieces and self.end + spec.state_bytes > self.window_bytes:
+                yield from self.finish()
+            self._place(index, spec, 0, spec.numel, whole=True)
+
+    def finish(self) -> Iterator[Window]:
+        if self.pieces:
+            yield Window(tuple(self.pieces), aligned(self.end, PAGE_BYTES), self.device)
+        self.pieces, self.end = [], 0
+
+    def _add_slices(self, index: int, spec: ParamSpec) -> Iterator[Window]:
+        start = 0
+        while True:
+            stop = start + self._room(spec, start)
+            if stop < min(start + SLICE_ALIGNMENT, spec.numel) and self.pieces:
+                yield from self.finish()
+                continue
+            stop = max(stop, min(start + SLICE_ALIGNMENT, spec.numel))
+            self._place(index, spec, start, stop, whole=False)
+            start = stop
+            if start >= spec.numel:
+                return
+
+    def _room(self, spec: ParamSpec, start: int) -> int:
+        """Return how many elements from `start` fit: all, or a multiple of SLICE_ALIGNMENT."""
+        rest = spec.numel - start
+        element_bytes = sum(state.dtype.itemsize for state in spec.states)
+        if element_bytes == 0 or self._end_with(spec, start, spec.numel) <= self.window_bytes:
+            return rest
+        free = max(0, self.window_bytes - aligned(self.end, PAGE_BYTES)) // element_bytes
+        return free // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+
+    def _end_with(self, spec: ParamSpec, start: int, stop: int) -> int:
+        """Return where the window would end with these elements of a parameter."""
+        alignment = _alignment(spec, start, stop)
+        end = self.end
+        for state in spec.states:
+            end = aligned(end, alignment) + (stop - start) * state.dtype.itemsize
+        return end
+
+    def _place(self, index: int, spec: ParamSpec, start: int, stop: int, whole: bool) -> None:
+        alignment = _alignment(spec, start, stop)
+        extents = []
+        for state in spec.states:
+            shape, stride = (state.shape, state.stride) if whole else ((stop - start,), (1,))
+            num_bytes = math.prod(shape) * state.dtype.itemsize
+            offset = aligned(self.end, alignment)
+            extents.append(Extent(state.key, shape, stride, state.dtype, offset, num_bytes))
+            self.end = offset + num_bytes
+        self.pieces.append(Piece(index, start, stop, whole, tuple(extents)))
+
+
+def _alignment(spec: ParamSpec, start: int, stop: int) -> int:
+    """Return where extents may start; slices on pages, so that a whole can be mapped from them."""
+    return EXTENT_ALIGNMENT if stop - start == spec.numel else PAGE_BYTES

@@ -1,0 +1,53 @@
+"""Where the tensors of a window lie: in its buffer, in parameters, in the gradients' scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from optstream.params import Bound
+from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, Window, aligned
+
+
+def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
+    """Return the tensor that an extent of a window's data holds, without a copy."""
+    data = buffer[extent.offset : extent.offset + extent.num_bytes].view(extent.dtype)
+    return data.as_strided(extent.shape, extent.stride)
+
+
+def part_of(tensor: Tensor, piece: Piece) -> Tensor:
+    """Return what of a parameter, or of a tensor of its shape, a piece is."""
+    if piece.whole:
+        return tensor
+    if tensor.is_contiguous():
+        return tensor.view(-1)[piece.start : piece.stop]
+    # a gradient may be laid out as it likes: copy only the rows that hold the slice
+    row = tensor.numel() // len(tensor)
+    rows = tensor[piece.start // row : -(-piece.stop // row)]
+    start = piece.start % row
+    return rows.reshape(-1)[start : start + piece.numel]
+
+
+class GradientScratch:
+    """One float32 buffer a device, for the gradients of a window's parameters with masters."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+
+    def spaces(self, plan: Plan, window: Window, bound: Mapping[int, Bound]) -> Iterator[Tensor]:
+        """Yield float32 space for the gradient of each piece with a master, in order."""
+        used = 0
+        for piece in window.pieces:
+            if piece.param in bound and plan.params[piece.param].has_master:
+                device = bound[piece.param].param.device
+                yield self._buffer(device, plan.gradient_bytes)[used // 4 :]
+                used += aligned(piece.numel * 4, EXTENT_ALIGNMENT)
+
+    def _buffer(self, device: torch.device, num_bytes: int) -> Tensor:
+        scratch = self._buffers.get(device)
+        if scratch is None or scratch.nbytes < num_bytes:
+            scratch = torch.empty(num_bytes // 4, dtype=torch.float32, device=device)
+            self._buffers[device] = scratch
+        return scratch
