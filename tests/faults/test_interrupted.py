@@ -32,14 +32,18 @@ class Raising(torch.optim.AdamW):
     """AdamW that raises at a call of its step, and not again."""
 
     raises: BaseException | None = None
-    at_call: int = -1
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # in a list: attributes that a step sets are those of a whole step, not of its calls
+        self.calls_left = [-1]
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         return True
 
     def step(self, closure: Any = None) -> Any:
-        self.at_call -= 1
-        if self.raises is not None and self.at_call == 0:
+        self.calls_left[0] -= 1
+        if self.raises is not None and self.calls_left[0] == 0:
             raise self.raises
         return super().step(closure)
 
@@ -64,7 +68,7 @@ def test_the_optimizer_raises_at_every_call(
                 for step in range(NUM_STEPS):
                     set_grads(params, step)
                     if step == at_step:
-                        inner.raises, inner.at_call = error, at_call
+                        inner.raises, inner.calls_left = error, [at_call]
                         with pytest.raises(type(error)):
                             optimizer.step()
                     optimizer.step()
@@ -75,7 +79,7 @@ def test_close_after_the_optimizer_raised(directory: Path) -> None:
     params = make_params()
     inner, optimizer = offload(params, directory)
     set_grads(params, 0)
-    inner.raises, inner.at_call = ZeroDivisionError(), 3
+    inner.raises, inner.calls_left = ZeroDivisionError(), [3]
     with pytest.raises(ZeroDivisionError), optimizer:
         optimizer.step()
 

@@ -341,26 +341,34 @@ def _sync(directory: Path) -> None:
 def _commit(staging: Path, path: Path) -> None:
     """Give the whole directory its name; an older one under that name goes afterwards."""
     replaced = _replaced(path)
+    exchanged = False
     if not os.path.lexists(path):
         staging.rename(path)
     elif _exchange(staging, path):
-        replaced = staging
+        exchanged = True
     else:
         _remove(replaced)
         path.rename(replaced)
         staging.rename(path)
     _sync(path.parent)
     _remove(replaced)
+    if exchanged:
+        _remove(staging)
 
 
 def _remove(replaced: Path) -> None:
-    """Remove a checkpoint that was replaced; another save may be doing that, too."""
+    """Remove a checkpoint that was replaced; another save may be doing that, or use its name."""
     if replaced.is_symlink():
         replaced.unlink()
-    elif replaced.is_dir() and _is_ours(replaced):
+        return
+    lock = _lock(replaced)
+    if lock is None:
+        return
+    if _is_ours(replaced):
         shutil.rmtree(replaced, ignore_errors=True)
-        if replaced.exists():
-            log.warning("%s, which was replaced, cannot be removed", replaced)
+    if _is_at(lock, replaced):
+        log.warning("%s, which was replaced, could not be removed", replaced)
+    os.close(lock)
 
 
 def _exchange(one: Path, other: Path) -> bool:

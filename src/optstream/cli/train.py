@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser.add_argument_group("what is trained"))
     _add_state_arguments(parser.add_argument_group("where the optimizer's state lives"))
     _add_run_arguments(parser.add_argument_group("how it is trained"))
+    _add_checkpoint_arguments(parser.add_argument_group("what is kept"))
     _add_output_arguments(parser.add_argument_group("what is shown"))
 
 
@@ -48,7 +49,15 @@ def run(args: argparse.Namespace) -> int:
 
 def comparison(config: TrainConfig) -> TrainConfig:
     """Return the run with AdamW that a run is compared with."""
-    return replace(config, optimizer="adamw", lr=config.adamw_lr, adamw_lr=None)
+    return replace(
+        config,
+        optimizer="adamw",
+        lr=config.adamw_lr,
+        adamw_lr=None,
+        save_dir=None,
+        save_every=None,
+        keep=None,
+    )
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -144,6 +153,35 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_checkpoint_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--save-dir",
+        type=Path,
+        metavar="DIR",
+        help="make checkpoints there, in step000050 and so on; the last one at the end or upon "
+        "Ctrl-C (default: none are made)",
+    )
+    group.add_argument(
+        "--save-every",
+        type=whole_number(1, 2**31),
+        metavar="K",
+        help="steps between checkpoints (default: only the last one)",
+    )
+    group.add_argument(
+        "--keep",
+        type=whole_number(1, 2**31),
+        metavar="N",
+        help="leave the N newest, older ones go when a new one is safe (default: all stay)",
+    )
+    group.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on from a checkpoint, or from the newest in a --save-dir; flags that are left "
+        "out are as they were",
+    )
+
+
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--eval-tokens",
@@ -164,19 +202,34 @@ def _default(field: str) -> str:
 def _config(args: argparse.Namespace) -> TrainConfig:
     flags = {field.name: getattr(args, field.name, None) for field in fields(TrainConfig)}
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    store = given.get("store", TrainConfig.store)
+    _check_usage(args)
+    if args.resume is not None:
+        from optstream.training.checkpoint import find_checkpoint
+
+        saved = find_checkpoint(args.resume).state.settings
+        given = {**saved, "text": [Path(path) for path in saved["text"]], **given}
+    if given.get("store", TrainConfig.store) == "direct":
+        given.setdefault("state_dir", _default_state_dir())
+    given["text"] = tuple(given.get("text", ()))
+    return TrainConfig(**given)
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    """Refuse flags that would do nothing."""
+    store = args.store or TrainConfig.store
     if store != "direct" and args.state_dir is not None:
         args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
     if store == "none" and args.window_bytes is not None:
         args.parser.error("--window does nothing with --store none; leave one of them out")
-    if given.get("optimizer", TrainConfig.optimizer) == "adamw":
+    if args.optimizer == "adamw":
         for flag, value in (("--adamw-lr", args.adamw_lr), ("--compare", args.compare)):
             if value:
                 args.parser.error(f"{flag} does nothing with --optimizer adamw; leave it out")
-    if store == "direct":
-        given.setdefault("state_dir", _default_state_dir())
-    given["text"] = tuple(given.get("text", ()))
-    return TrainConfig(**given)
+    for flag, value in (("--save-every", args.save_every), ("--keep", args.keep)):
+        if value is not None and args.save_dir is None:
+            args.parser.error(f"{flag} does nothing without --save-dir; give that too")
+    if args.compare and args.resume is not None:
+        args.parser.error("--compare needs both runs whole; leave it out with --resume")
 
 
 def _default_state_dir() -> Path:

@@ -26,6 +26,9 @@ MIN_WINDOW_BYTES = 64 * 2**10
 OVERHEAD_BYTES = 32 * 2**20
 """Threads, Python objects and allocator slack: what does not depend on windows or the model."""
 
+DEVICE_OVERHEAD_BYTES = 16 * 2**20
+"""On an accelerator: comparing masters with their parameters, and the allocator's rounding."""
+
 log = logging.getLogger("optstream")
 
 
@@ -90,7 +93,8 @@ class Plan:
         """The most memory ever used on an accelerator above the model and its gradients, of one."""
         devices = {window.device for window in self.windows} - {"cpu"}
         working = [self._working_bytes(device) for device in devices]
-        return max((NUM_DEVICE_BUFFERS * self.slot_bytes + num for num in working), default=0)
+        fixed = NUM_DEVICE_BUFFERS * self.slot_bytes + DEVICE_OVERHEAD_BYTES
+        return max((fixed + num_bytes for num_bytes in working), default=0)
 
     def _working_bytes(self, device: str) -> int:
         """What updates on a device allocate: temporaries, and gradients in float32."""

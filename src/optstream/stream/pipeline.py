@@ -235,6 +235,8 @@ class Stream:
             for slot in self._slots:
                 if slot.state is SlotState.BUSY:
                     slot.put(SlotState.FREE, None)
+            # a read that is about to fail belongs to this attempt, not to the next one
+            self._changed.wait_for(lambda: not self._in_flight(SlotState.READING))
 
     def _wait(self, *, reading: bool) -> None:
         start = time.perf_counter()
@@ -245,8 +247,8 @@ class Stream:
         else:
             self.counters.write_wait_s += waited
 
-    def _in_flight(self) -> bool:
-        moving = (SlotState.READING, SlotState.WRITING)
+    def _in_flight(self, *moving: SlotState) -> bool:
+        moving = moving or (SlotState.READING, SlotState.WRITING)
         return any(slot.state in moving for slot in self._slots)
 
     def _pump(self) -> None:

@@ -46,5 +46,13 @@ class TrainConfig:
     """Of the parameters; with bfloat16 the optimizer updates float32 masters."""
     seed: int = 0
     """Fixes initialisation, batches and everything else that is random."""
+    save_dir: Path | None = None
+    """Directory that checkpoints are made in, the last one at the end; None: none are made."""
+    save_every: int | None = None
+    """Steps between checkpoints; None: one at the end."""
+    keep: int | None = None
+    """Checkpoints that are left, the newest ones; None: all."""
+    resume: Path | None = None
+    """A checkpoint to go on from, or a directory whose newest is taken."""
     metrics: Path | None = None
     """JSONL file that gets a line a step, appended."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from optstream.muon import Muon, muon_groups
+from optstream.training.config import TrainConfig
+from optstream.training.models import SIZES
 
 _BETAS = (0.9, 0.95)
 
@@ -64,8 +66,14 @@ def build_muon(module: torch.nn.Module, rates: Rates, weight_decay: float) -> to
 
 BUILDERS: dict[str, Builder] = {"muon": build_muon, "adamw": build_adamw}
 
-DEFAULT_RATES = {"muon": Rates(2e-2, 2e-3), "adamw": Rates(2e-3, 2e-3)}
+_RATES = {"muon": Rates(2e-2, 2e-3), "adamw": Rates(2e-3, 2e-3)}
 """From random weights."""
 
-DEFAULT_PRETRAINED_RATES = {"muon": Rates(1e-3, 5e-5), "adamw": Rates(5e-5, 5e-5)}
+_PRETRAINED_RATES = {"muon": Rates(1e-3, 5e-5), "adamw": Rates(5e-5, 5e-5)}
 """Of a model that was trained before."""
+
+
+def peak_rates(config: TrainConfig) -> Rates:
+    """Return a run's learning rates: those it gives, defaults for its optimizer and model else."""
+    default = (_RATES if config.model in SIZES else _PRETRAINED_RATES)[config.optimizer]
+    return Rates(config.lr or default.lr, config.adamw_lr or default.adamw_lr)

@@ -34,7 +34,7 @@ class Lines:
     """About ten lines a run, for a log file."""
 
     def __init__(self) -> None:
-        self._every = 1
+        self._every = self._first = 1
         self._num_steps = 0
 
     def preparing(self, what: str) -> None:
@@ -42,11 +42,12 @@ class Lines:
 
     def started(self, plan: RunPlan) -> None:
         self._num_steps = plan.config.steps
+        self._first = plan.first_step + 1
         self._every = max(1, self._num_steps // _NUM_LINES)
         _print(describe(plan))
 
     def stepped(self, record: StepRecord) -> None:
-        if record.step % self._every == 0 or record.step in (1, self._num_steps):
+        if record.step % self._every == 0 or record.step in (self._first, self._num_steps):
             _print(f"step {record.step}/{self._num_steps}: {_measures(record)}")
 
     def finished(self) -> None:
@@ -72,7 +73,9 @@ class Bar:
 
     def started(self, plan: RunPlan) -> None:
         _print(describe(plan))
-        self._progress.reset(self._task, total=plan.config.steps, visible=True)
+        self._progress.reset(
+            self._task, total=plan.config.steps, completed=plan.first_step, visible=True
+        )
         self._progress.start()
 
     def stepped(self, record: StepRecord) -> None:
@@ -104,8 +107,8 @@ def optimizer(plan: RunPlan) -> str:
     """Return which optimizer runs, and its peak learning rates."""
     name, rates = plan.config.optimizer, plan.rates
     if name == "muon":
-        return f"muon lr {rates.lr:g}, its AdamW part lr {rates.adamw_lr:g}"
-    return f"{name} lr {rates.lr:g}"
+        return f"muon, lr {rates.lr:g}; the AdamW part, lr {rates.adamw_lr:g}"
+    return f"{name}, lr {rates.lr:g}"
 
 
 def place(plan: RunPlan) -> str:
@@ -126,6 +129,7 @@ def place(plan: RunPlan) -> str:
 def _measures(record: StepRecord) -> str:
     moved = record.read_bytes + record.written_bytes
     drive = f", drive {moved / record.optimizer_s / 1e9:.2f} GB/s" if moved else ""
+    drive += f", saved in {record.save_s * 1e3:.0f} ms" if record.save_s else ""
     return (
         f"loss {record.loss:.3f}, {record.num_tokens / record.total_s:,.0f} tokens/s{drive}, "
         f"anonymous memory {format_bytes(record.anon_bytes)}"

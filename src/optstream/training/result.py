@@ -15,6 +15,8 @@ class RunPlan:
     config: TrainConfig
     rates: Rates
     """Peak learning rates."""
+    first_step: int
+    """Steps done before this run, by the run it resumes."""
     num_params: int
     train_tokens: int
     held_out_tokens: int
@@ -40,6 +42,8 @@ class StepRecord:
     num_tokens: int
     total_s: float
     optimizer_s: float
+    save_s: float
+    """Of a checkpoint after the step; 0 without one."""
     read_wait_s: float
     write_wait_s: float
     read_bytes: int
@@ -56,6 +60,7 @@ class Totals:
         self.num_tokens = 0
         self.total_s = 0.0
         self.optimizer_s = 0.0
+        self.save_s = 0.0
         self.wait_s = 0.0
         self.read_bytes = 0
         self.written_bytes = 0
@@ -68,6 +73,7 @@ class Totals:
         self.num_tokens += record.num_tokens
         self.total_s += record.total_s
         self.optimizer_s += record.optimizer_s
+        self.save_s += record.save_s
         self.wait_s += record.read_wait_s + record.write_wait_s
         self.read_bytes += record.read_bytes
         self.written_bytes += record.written_bytes
@@ -87,5 +93,7 @@ class RunResult:
     """None when a signal ended the run: it is not measured then."""
     state_bytes: int
     """State after the last step, masters included."""
+    num_saved: int
+    """Checkpoints made."""
     stopped_by: int | None
     """Number of the signal that ended the run."""

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import IO, Protocol
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
 
-from optstream.errors import ConfigError, OffloadError
-from optstream.memory import read_memory
-from optstream.training.config import TrainConfig
-from optstream.training.models import LanguageModel, check_model_name, load_model
-from optstream.training.optimizers import (
-    BUILDERS,
-    DEFAULT_PRETRAINED_RATES,
-    DEFAULT_RATES,
-    Rates,
+from optstream.errors import ConfigError
+from optstream.training.checkpoint import (
+    Saves,
+    TrainingCheckpoint,
+    check_save_directory,
+    check_weights,
+    find_checkpoint,
+    open_saves,
 )
+from optstream.training.config import TrainConfig
+from optstream.training.loop import Job, held_out_loss, steps
+from optstream.training.models import check_model_name, load_model
+from optstream.training.optimizers import BUILDERS, peak_rates
 from optstream.training.packages import require_modules
 from optstream.training.result import RunPlan, RunResult, StepRecord, Totals
-from optstream.training.schedule import learning_rate_share
 from optstream.training.state_dir import check_state_directory, state_directory
 from optstream.training.stop import StopRequest
 from optstream.training.text import read_corpus
-from optstream.training.tokens import TokenData, tokenize
+from optstream.training.tokens import tokenize
+from optstream.training.trainer_state import (
+    TrainerState,
+    check_settings,
+    check_tokens,
+    settings,
+    token_identity,
+    versions,
+)
 from optstream.training.updater import Updater, make_updater
-
-_MAX_GRAD_NORM = 1.0
+from optstream.training.weights import load_weights
 
 
 class Observer(Protocol):
@@ -69,125 +75,139 @@ def train(config: TrainConfig, stop: StopRequest, observer: Observer) -> RunResu
     _check_metrics(config)
     if config.state_dir is not None:
         check_state_directory(config.state_dir)
+    resumed = _open_resumed(config)
+    if config.save_dir is not None:
+        check_save_directory(config.save_dir, resumed)
+    job, state = _prepare(config, resumed, observer)
+    with ExitStack() as stack:
+        stack.callback(observer.finished)
+        if config.state_dir is not None:
+            stack.enter_context(state_directory(config.state_dir))
+        saves = None
+        if config.save_dir is not None:
+            saves = stack.enter_context(open_saves(config.save_dir, config.keep))
+        return _optimize(job, state, resumed, saves, stop, observer)
+
+
+def _open_resumed(config: TrainConfig) -> TrainingCheckpoint | None:
+    if config.resume is None:
+        return None
+    checkpoint = find_checkpoint(config.resume)
+    rates = peak_rates(config)
+    check_settings(checkpoint.path, checkpoint.state.settings, settings(config, rates))
+    if checkpoint.state.step > config.steps:
+        raise ConfigError(
+            f"{checkpoint.path} has done {checkpoint.state.step} steps, --steps {config.steps} is "
+            "fewer; --steps is the total"
+        )
+    check_weights(checkpoint)
+    return checkpoint
+
+
+def _prepare(
+    config: TrainConfig, resumed: TrainingCheckpoint | None, observer: Observer
+) -> tuple[Job, TrainerState]:
+    """Return what the steps need, and what every checkpoint of the run says about it."""
     observer.preparing("reading the text")
     corpus = read_corpus(config.text)
     observer.preparing(f"preparing model {config.model} and its tokens")
     model = load_model(config.model, corpus.train, seq_len=config.seq_len, seed=config.seed)
     data = tokenize(corpus, model.encode, seq_len=config.seq_len)
     model.module.to(dtype=getattr(torch, config.dtype))
-    observer.preparing("measuring the held-out loss")
-    loss_before = held_out_loss(model, data, config)
-    with state_directory(config.state_dir) if config.state_dir else nullcontext():
-        try:
-            return _optimize(model, data, loss_before, config, stop, observer)
-        finally:
-            observer.finished()
+    rates, tokens = peak_rates(config), token_identity(data)
+    if resumed is not None:
+        observer.preparing(f"going on from {resumed.path}")
+        check_tokens(resumed.path, resumed.state.tokens, tokens)
+        load_weights(model.module, resumed.weights)
+        step, rng, loss_before = resumed.state.step, resumed.state.rng, resumed.state.loss_before
+        job = Job(config=config, rates=rates, model=model, data=data, first_step=step, rng=rng)
+    else:
+        observer.preparing("measuring the held-out loss")
+        job = Job(config=config, rates=rates, model=model, data=data)
+        loss_before = held_out_loss(job)
+    state = TrainerState(
+        step=job.first_step,
+        settings=settings(config, rates),
+        tokens=tokens,
+        loss_before=loss_before,
+        rng=torch.get_rng_state(),
+        weights_xxh3="",
+        versions=versions(),
+    )
+    return job, state
 
 
 def _optimize(
-    model: LanguageModel,
-    data: TokenData,
-    loss_before: float,
-    config: TrainConfig,
+    job: Job,
+    state: TrainerState,
+    resumed: TrainingCheckpoint | None,
+    saves: Saves | None,
     stop: StopRequest,
     observer: Observer,
 ) -> RunResult:
-    rates = _rates(config, pretrained=model.pretrained)
-    optimizer = BUILDERS[config.optimizer](model.module, rates, config.weight_decay)
+    config, module = job.config, job.model.module
+    build = partial(BUILDERS[config.optimizer], module, job.rates, config.weight_decay)
     totals = Totals()
-    with closing(make_updater(optimizer, model.module, config)) as updater:
-        plan = _plan(updater, model, data, rates, config)
+    with closing(make_updater(build, module, config)) as updater:
+        plan = _plan(updater, job)
+        if saves is not None:
+            _check_room(saves, plan, job)
+        if resumed is not None:
+            updater.load(resumed.optimizer)
         observer.started(plan)
+        save = partial(_save, job, state, saves, updater)
         with _metrics_file(config) as metrics, stop.after_current_step():
-            _write(metrics, {"step": 0, "held_out_loss": loss_before})
-            for record in _steps(model, data, updater, config):
+            if resumed is None:
+                _write(metrics, config, {"step": 0, "held_out_loss": state.loss_before})
+            for record in steps(job, updater, stop, save):
                 totals.add(record)
-                _write(metrics, asdict(record))
+                _write(metrics, config, asdict(record))
                 observer.stepped(record)
-                if stop.signum is not None:
-                    break
         state_bytes = updater.state_bytes()
-    loss_after = held_out_loss(model, data, config) if stop.signum is None else None
+    loss_after = held_out_loss(job) if stop.signum is None else None
     if loss_after is not None:
         with _metrics_file(config) as metrics:
-            _write(metrics, {"step": totals.num_steps, "held_out_loss": loss_after})
+            _write(metrics, config, {"step": config.steps, "held_out_loss": loss_after})
     return RunResult(
         plan=plan,
         totals=totals,
-        loss_before=loss_before,
+        loss_before=state.loss_before,
         loss_after=loss_after,
         state_bytes=state_bytes,
+        num_saved=saves.num_saved if saves else 0,
         stopped_by=stop.signum,
     )
 
 
-def _rates(config: TrainConfig, *, pretrained: bool) -> Rates:
-    default = (DEFAULT_PRETRAINED_RATES if pretrained else DEFAULT_RATES)[config.optimizer]
-    return Rates(config.lr or default.lr, config.adamw_lr or default.adamw_lr)
+def _save(
+    job: Job, state: TrainerState, saves: Saves | None, updater: Updater, step: int, last: bool
+) -> float:
+    """Save if a checkpoint is due after a step; return the seconds it took."""
+    every = job.config.save_every
+    if saves is None or not (last or (every is not None and step % every == 0)):
+        return 0.0
+    now = TrainerState(**{**vars(state), "step": step, "rng": torch.get_rng_state()})
+    return saves.save(now, job.model.module, updater)
 
 
-def _steps(
-    model: LanguageModel, data: TokenData, updater: Updater, config: TrainConfig
-) -> Iterator[StepRecord]:
-    params = [param for param in model.module.parameters() if param.requires_grad]
-    scheduler = LambdaLR(updater.optimizer, lambda i: learning_rate_share(i, config.steps))
-    model.module.train()
-    torch.manual_seed(config.seed)
-    for step in range(config.steps):
-        start = time.perf_counter()
-        batch = data.batch(config.seed, step, batch_size=config.batch_size, seq_len=config.seq_len)
-        loss = _loss(model, batch)
-        loss.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(params, _MAX_GRAD_NORM)
-        if not math.isfinite(loss.item()):
-            raise OffloadError(f"the loss is {loss.item()} at step {step + 1}; give a smaller --lr")
-        lr = scheduler.get_last_lr()[0]
-        optimizer_start = time.perf_counter()
-        cost = updater.step()
-        optimizer_s = time.perf_counter() - optimizer_start
-        scheduler.step()
-        model.module.zero_grad(set_to_none=True)
-        yield StepRecord(
-            step=step + 1,
-            loss=loss.item(),
-            lr=float(lr),
-            grad_norm=grad_norm.item(),
-            num_tokens=config.batch_size * config.seq_len,
-            total_s=time.perf_counter() - start,
-            optimizer_s=optimizer_s,
-            anon_bytes=read_memory().anon_bytes,
-            **asdict(cost),
-        )
+def _check_room(saves: Saves, plan: RunPlan, job: Job) -> None:
+    """Refuse a run whose checkpoints will not fit; unknown for a plain optimizer's new state."""
+    config = job.config
+    every = config.save_every or config.steps
+    num_saves = -(-config.steps // every) - job.first_step // every
+    weights_bytes = sum(tensor.nbytes for tensor in job.model.module.parameters())
+    saves.check_room(max(1, num_saves), plan.state_bytes + weights_bytes)
 
 
-def _loss(model: LanguageModel, batch: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    logits = model.logits(batch[:, :-1]).float()
-    return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
-
-
-@torch.no_grad()
-def held_out_loss(model: LanguageModel, data: TokenData, config: TrainConfig) -> float:
-    """Return the mean loss over the same held-out tokens each time, nats a token."""
-    model.module.eval()
-    total, num_tokens = 0.0, 0
-    for batch in data.held_out_batches(
-        config.eval_tokens, batch_size=config.batch_size, seq_len=config.seq_len
-    ):
-        total += _loss(model, batch, reduction="sum").item()
-        num_tokens += batch[:, 1:].numel()
-    return total / num_tokens
-
-
-def _plan(
-    updater: Updater, model: LanguageModel, data: TokenData, rates: Rates, config: TrainConfig
-) -> RunPlan:
+def _plan(updater: Updater, job: Job) -> RunPlan:
     streamed = updater.plan
     return RunPlan(
-        config=config,
-        rates=rates,
-        num_params=sum(param.numel() for param in model.module.parameters()),
-        train_tokens=len(data.train),
-        held_out_tokens=len(data.held_out),
+        config=job.config,
+        rates=job.rates,
+        first_step=job.first_step,
+        num_params=sum(param.numel() for param in job.model.module.parameters()),
+        train_tokens=len(job.data.train),
+        held_out_tokens=len(job.data.held_out),
         num_windows=streamed.num_windows if streamed else 0,
         state_bytes=streamed.state_bytes if streamed else 0,
         peak_host_bytes=streamed.peak_host_bytes if streamed else 0,
@@ -209,7 +229,7 @@ def _metrics_file(config: TrainConfig) -> Iterator[IO[str] | None]:
         yield file
 
 
-def _write(metrics: IO[str] | None, values: dict[str, object]) -> None:
+def _write(metrics: IO[str] | None, config: TrainConfig, values: dict[str, object]) -> None:
     if metrics is not None:
-        metrics.write(json.dumps(values) + "\n")
+        metrics.write(json.dumps({"optimizer": config.optimizer, **values}) + "\n")
         metrics.flush()

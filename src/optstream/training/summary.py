@@ -26,7 +26,7 @@ def print_summary(results: Sequence[RunResult]) -> None:
         table.add_column(result.plan.config.optimizer)
     columns = [_rows(result) for result in results]
     for name in columns[0]:
-        table.add_row(name, *[column[name] for column in columns])
+        table.add_row(name, *[column.get(name, "") for column in columns])
     console.print(table, highlight=False)
 
 
@@ -34,6 +34,8 @@ def _rows(result: RunResult) -> dict[str, str]:
     plan, totals = result.plan, result.totals
     model = f"{plan.config.model}, {plan.num_params / 1e6:.1f} M parameters, {plan.config.dtype}"
     steps = f"{totals.num_steps} of {plan.config.steps}, {totals.num_tokens:,} tokens"
+    if plan.first_step:
+        steps += f", after {plan.first_step} of an earlier run"
     if result.stopped_by is not None:
         steps += f", stopped by {signal.Signals(result.stopped_by).name}"
     return {
@@ -61,6 +63,7 @@ def _step_rows(result: RunResult) -> dict[str, str]:
         "time a step": f"{total_s / num * 1e3:.0f} ms",
         "  of it optimizer": _share(totals.optimizer_s, totals),
         "  of it waiting for the drive": _share(totals.wait_s, totals),
+        **({"  of it saving": _saving(result)} if result.num_saved else {}),
         "tokens a second": f"{totals.num_tokens / total_s:,.0f}",
         **_drive_rows(result),
         "anonymous memory": _memory(result),
@@ -71,19 +74,32 @@ def _share(seconds: float, totals: Totals) -> str:
     return f"{seconds / totals.num_steps * 1e3:.1f} ms, {seconds / totals.total_s:.1%}"
 
 
+def _saving(result: RunResult) -> str:
+    plural = "" if result.num_saved == 1 else "s"
+    each_s = result.totals.save_s / result.num_saved
+    return (
+        f"{_share(result.totals.save_s, result.totals)}: {result.num_saved} checkpoint{plural} of "
+        f"{each_s * 1e3:.0f} ms in {result.plan.config.save_dir}"
+    )
+
+
 def _drive_rows(result: RunResult) -> dict[str, str]:
     totals = result.totals
     if result.plan.config.store in ("none", "memory"):
         return {"on the drive": "nothing: the state is in memory"}
     moved = totals.read_bytes + totals.written_bytes
     return {
-        "on the drive": f"{format_bytes(result.state_bytes)}, removed at the end",
+        "on the drive": f"{format_bytes(result.state_bytes)}, {_fate(result)}",
         "moved a step": (
             f"{format_bytes(totals.read_bytes / totals.num_steps)} read, "
             f"{format_bytes(totals.written_bytes / totals.num_steps)} written "
             f"({moved / totals.optimizer_s / 1e9:.2f} GB/s in the optimizer)"
         ),
     }
+
+
+def _fate(result: RunResult) -> str:
+    return "kept in the checkpoints" if result.num_saved else "removed at the end"
 
 
 def _memory(result: RunResult) -> str:

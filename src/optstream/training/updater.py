@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +11,11 @@ from typing import Protocol
 import torch
 
 import optstream
+from optstream.plan import MASTER
 from optstream.training.config import TrainConfig
+
+Build = Callable[[], torch.optim.Optimizer]
+"""Makes a new optimizer of the module's parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,18 @@ class Updater(Protocol):
         """Return the bytes of the state, masters included; in memory, known after a step."""
         ...
 
+    def save(self, path: Path) -> None:
+        """Make a checkpoint of the state, the same wherever the state lives."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Take the state and the hyperparameters of a checkpoint.
+
+        Raises:
+            OffloadError: it is damaged, or does not fit.
+        """
+        ...
+
     def close(self) -> None:
         """Give the state up; nothing of it is left on a drive."""
         ...
@@ -52,11 +70,13 @@ class Updater(Protocol):
 class InMemory:
     """The plain optimizer; the textbook loop with float32 masters for narrower parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, build: Build, module: torch.nn.Module) -> None:
+        self.optimizer = build()
         self.plan = None
+        self._build = build
+        self._module = module
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"] = [self._master(param) for param in group["params"]]
 
     @torch.no_grad()
@@ -76,6 +96,36 @@ class InMemory:
         tensors += [master for _, master in self._masters]
         return sum(tensor.nbytes for tensor in tensors)
 
+    def save(self, path: Path) -> None:
+        state_dict = self.optimizer.state_dict()
+        states = {index: dict(state) for index, state in state_dict["state"].items()}
+        for index, master in self._numbered_masters():
+            if index in states:
+                states[index][MASTER] = master
+        with self._streamed() as streamed:
+            streamed.load_state_dict({**state_dict, "state": states})
+            streamed.save(path)
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        with self._streamed() as streamed:
+            streamed.load(path)
+            state_dict = copy.deepcopy(streamed.state_dict())
+        for index, master in self._numbered_masters():
+            if index in state_dict["state"]:
+                master.copy_(state_dict["state"][index].pop(MASTER))
+        self.optimizer.load_state_dict(state_dict)
+
+    def _streamed(self) -> optstream.StreamedOptimizer:
+        """Return a streamed twin in memory, which reads and writes checkpoints."""
+        return optstream.offload(self._build(), Path(), model=self._module, store="memory")
+
+    def _numbered_masters(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield masters with the index that a state_dict gives their parameter."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        indices = {id(param): index for index, param in enumerate(params)}
+        return ((indices[id(master)], master) for _, master in self._masters)
+
     def close(self) -> None:
         self.optimizer.state.clear()
         self._masters.clear()
@@ -93,7 +143,7 @@ class Streamed:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        build: Build,
         module: torch.nn.Module,
         *,
         store: str,
@@ -101,7 +151,7 @@ class Streamed:
         window_bytes: int,
     ) -> None:
         self.optimizer = optstream.offload(
-            optimizer, directory, model=module, window=window_bytes, store=store
+            build(), directory, model=module, window=window_bytes, store=store
         )
         self.plan = self.optimizer.plan
 
@@ -119,18 +169,22 @@ class Streamed:
     def state_bytes(self) -> int:
         return self.plan.state_bytes
 
+    def save(self, path: Path) -> None:
+        self.optimizer.save(path)
+
+    def load(self, path: Path) -> None:
+        self.optimizer.load(path)
+
     def close(self) -> None:
         self.optimizer.close()
 
 
-def make_updater(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, config: TrainConfig
-) -> Updater:
+def make_updater(build: Build, module: torch.nn.Module, config: TrainConfig) -> Updater:
     """Keep the optimizer's state where the configuration says."""
     if config.store == "none":
-        return InMemory(optimizer)
+        return InMemory(build, module)
     return Streamed(
-        optimizer,
+        build,
         module,
         store=config.store,
         directory=config.state_dir or Path(),

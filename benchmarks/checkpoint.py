@@ -1,0 +1,148 @@
+"""How long does training stand still for a checkpoint? Against torch, over sizes.
+
+    python benchmarks/checkpoint.py DIR                       # 1, 2 and 4 GiB of state
+    python benchmarks/checkpoint.py DIR --state 1GiB --rounds 5
+
+Ratios are of medians over rounds of one run in which the contestants take turns: drives and
+machines are shared and their speed drifts. The same state (AdamW, fused) is held twice: streamed,
+and in memory by the plain optimizer.
+
+    save / torch.save    `save()`, its writes of the step before included, and torch.save of the
+                         plain optimizer's state_dict from memory, made durable by fsync
+    save / async_save    the same and the time for which torch.distributed.checkpoint.async_save of
+                         the plain optimizer's state_dict blocks
+    step after           the first step after a save and an ordinary one, their writes included
+    load / torch.load    `load()` and torch.load of the file that torch.save wrote
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import optstream
+from optstream.optimizer import StreamedOptimizer
+from optstream.units import format_bytes, parse_bytes
+
+BYTES_PER_PARAM = 8
+Seconds = defaultdict[str, list[float]]
+
+
+def make_optimizer(num_params: int, tensors: int = 16) -> torch.optim.Optimizer:
+    """Return AdamW over float32 parameters with gradients, about `num_params` elements in all."""
+    params = []
+    for _ in range(tensors):
+        param = torch.nn.Parameter(torch.full((num_params // tensors // 1024, 1024), 0.5))
+        param.grad = torch.full_like(param, 1e-3)
+        params.append(param)
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Contest:
+    """One streamed and one plain optimizer with equal state, and where they save it."""
+
+    def __init__(self, directory: Path, state_bytes: int, window: str) -> None:
+        num_params = state_bytes // BYTES_PER_PARAM
+        self.directory = directory
+        self.plain = make_optimizer(num_params)
+        self.plain.step()
+        self.streamed: StreamedOptimizer = optstream.offload(
+            make_optimizer(num_params), directory / "live", window=window
+        )
+        self.step()
+        self.step()
+
+    def step(self) -> None:
+        self.streamed.step()
+        self.streamed._state.stream.drain()
+
+    def torch_save(self) -> None:
+        with open(self.directory / "state.pt", "wb") as file:
+            torch.save(self.plain.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def async_save(self) -> float:
+        """Return the seconds for which the call blocks."""
+        path = self.directory / "dcp"
+        start = time.perf_counter()
+        future = dcp.async_save(self.plain.state_dict(), checkpoint_id=path)
+        blocked_s = time.perf_counter() - start
+        future.result()  # type: ignore[union-attr]
+        shutil.rmtree(path)
+        return blocked_s
+
+    def round(self, seconds: Seconds) -> None:
+        """Let everybody have a turn; what a turn leaves behind is gone before the next."""
+        checkpoint = self.directory / "checkpoint"
+        seconds["torch.save"].append(timed(self.torch_save))
+        seconds["step"].append(timed(self.step))
+        self.streamed.step()
+        seconds["save"].append(timed(lambda: self.streamed.save(checkpoint)))
+        seconds["step after"].append(timed(self.step))
+        seconds["step"].append(timed(self.step))
+        seconds["async_save"].append(self.async_save())
+        seconds["torch.load"].append(timed(lambda: torch.load(self.directory / "state.pt")))
+        seconds["load"].append(timed(lambda: self.streamed.load(checkpoint)))
+        self.step()
+        shutil.rmtree(checkpoint)
+        self.step()
+
+
+def measure(directory: Path, state: str, window: str, rounds: int) -> None:
+    contest = Contest(directory, parse_bytes(state), window)
+    seconds: Seconds = defaultdict(list)
+    contest.round(defaultdict(list))
+    for _ in range(rounds):
+        contest.round(seconds)
+    contest.streamed.close()
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    print(
+        f"{format_bytes(parse_bytes(state)):>9} {median['save']:7.3f} "
+        f"{median['save'] / median['torch.save']:17.3f} "
+        f"{median['save'] / median['async_save']:17.3f} "
+        f"{median['step after'] / median['step']:11.2f} "
+        f"{median['load'] / median['torch.load']:17.3f}",
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="a directory on the drive to measure")
+    parser.add_argument("--state", nargs="+", default=["1GiB", "2GiB", "4GiB"])
+    parser.add_argument("--window", default="128MiB")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    args.directory.mkdir(parents=True, exist_ok=True)
+    store = dist.FileStore(str(args.directory / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    print("    state  save s save / torch.save save / async_save  step after load / torch.load")
+    try:
+        for state in args.state:
+            measure(args.directory, state, args.window, args.rounds)
+    finally:
+        dist.destroy_process_group()
+        for name in ("state.pt", "store"):
+            (args.directory / name).unlink(missing_ok=True)
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main()

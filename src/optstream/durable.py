@@ -1,0 +1,63 @@
+"""Files and directories that are there whole and on the drive, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from optstream.errors import OutOfSpaceError, StoreError
+
+TEMPORARY = ".tmp"
+"""Suffix of what is not finished, or about to go; nobody reads it."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file for its owner alone; returns when it is on the drive.
+
+    Raises:
+        StoreError: it is there already, or cannot be written.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        raise failed("write", path, error) from error
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to the drive."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory so that no part of it is ever seen under its own name.
+
+    Raises:
+        StoreError: it cannot be removed.
+    """
+    try:
+        if path.suffix != TEMPORARY:
+            doomed = path.with_name(path.name + TEMPORARY)
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            path = path.rename(doomed)
+        shutil.rmtree(path)
+    except OSError as error:
+        raise failed("remove", path, error) from error
+
+
+def failed(verb: str, path: Path, error: OSError) -> StoreError:
+    """Return our error for the kernel's; one of ours is returned as it is."""
+    if isinstance(error, StoreError):
+        return error
+    kind = OutOfSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+    return kind(error.errno, f"cannot {verb} {path}: {error.strerror or error}")

@@ -1,0 +1,119 @@
+"""The steps of a run: batch, gradients, update, and a checkpoint when one is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+
+from optstream.errors import OffloadError
+from optstream.memory import read_memory
+from optstream.training.config import TrainConfig
+from optstream.training.models import LanguageModel
+from optstream.training.optimizers import Rates
+from optstream.training.result import StepRecord
+from optstream.training.schedule import learning_rate_share
+from optstream.training.stop import StopRequest
+from optstream.training.tokens import TokenData
+from optstream.training.updater import Updater
+
+_MAX_GRAD_NORM = 1.0
+
+Save = Callable[[int, bool], float]
+"""Save after a step if that is due, or if it is the last one; return the seconds it took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the steps work on.
+
+    Attributes:
+        first_step: steps that were done before this run.
+        rng: state of torch's generator after them; None at the start of a training.
+    """
+
+    config: TrainConfig
+    rates: Rates
+    model: LanguageModel
+    data: TokenData
+    first_step: int = 0
+    rng: torch.Tensor | None = None
+
+
+def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator[StepRecord]:
+    """Do what is left of the run's steps; a signal ends it after the step it arrives in.
+
+    Raises:
+        OffloadError: the loss is not finite, or a step or a save failed.
+    """
+    config = job.config
+    scheduler = LambdaLR(
+        updater.optimizer,
+        lambda step: learning_rate_share(step, config.steps),
+        last_epoch=job.first_step - 1,
+    )
+    job.model.module.train()
+    torch.manual_seed(config.seed)
+    if job.rng is not None:
+        torch.set_rng_state(job.rng)
+    for step in range(job.first_step, config.steps):
+        start = time.perf_counter()
+        loss, grad_norm = _gradients(job, step)
+        optimizer_start = time.perf_counter()
+        cost = updater.step()
+        optimizer_s = time.perf_counter() - optimizer_start
+        scheduler.step()
+        job.model.module.zero_grad(set_to_none=True)
+        stopping = stop.signum is not None
+        save_s = save(step + 1, stopping or step + 1 == config.steps)
+        yield StepRecord(
+            step=step + 1,
+            loss=loss,
+            lr=job.rates.lr * learning_rate_share(step, config.steps),
+            grad_norm=grad_norm,
+            num_tokens=config.batch_size * config.seq_len,
+            total_s=time.perf_counter() - start,
+            optimizer_s=optimizer_s,
+            save_s=save_s,
+            anon_bytes=read_memory().anon_bytes,
+            **asdict(cost),
+        )
+        if stopping:
+            return
+
+
+def _gradients(job: Job, step: int) -> tuple[float, float]:
+    """Leave clipped gradients in the parameters; return the loss and the norm before clipping."""
+    config, module = job.config, job.model.module
+    batch = job.data.batch(config.seed, step, batch_size=config.batch_size, seq_len=config.seq_len)
+    loss = _loss(job.model, batch)
+    loss.backward()
+    params = [param for param in module.parameters() if param.requires_grad]
+    grad_norm = torch.nn.utils.clip_grad_norm_(params, _MAX_GRAD_NORM)
+    if not math.isfinite(loss.item()):
+        raise OffloadError(f"the loss is {loss.item()} at step {step + 1}; give a smaller --lr")
+    return loss.item(), grad_norm.item()
+
+
+def _loss(model: LanguageModel, batch: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    logits = model.logits(batch[:, :-1]).float()
+    return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
+
+
+@torch.no_grad()
+def held_out_loss(job: Job) -> float:
+    """Return the mean loss over the same held-out tokens each time, nats a token."""
+    config = job.config
+    job.model.module.eval()
+    total, num_tokens = 0.0, 0
+    for batch in job.data.held_out_batches(
+        config.eval_tokens, batch_size=config.batch_size, seq_len=config.seq_len
+    ):
+        total += _loss(job.model, batch, reduction="sum").item()
+        num_tokens += batch[:, 1:].numel()
+    return total / num_tokens

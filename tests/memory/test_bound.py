@@ -1,0 +1,98 @@
+"""`plan.peak_host_bytes` is a promise: from wrapping to the last step, however large the state.
+
+pytest tests/memory -m slow --log-cli-level=INFO     shows what was measured
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from memory.measure import CASES
+
+MIB = 2**20
+NUM_STEPS = {"adamw-fused": 10, "adamw-for": 10}
+FEW_STEPS = 4
+FACTOR = 20
+"""The state is at least so many times the bound, so that holding a part of it would show."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes above model and gradients, as measure.py prints them."""
+
+    bound: int
+    state: int
+    num_windows: int
+    wrapping: int
+    steps: list[int]
+    closed: int
+
+
+def measure(case: str, directory: Path, state_mib: int, window: str, num_steps: int) -> Measured:
+    script = Path(__file__).with_name("measure.py")
+    arguments = [case, state_mib, window, num_steps, directory]
+    result = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"},
+    )
+    measured = Measured(**json.loads(result.stdout))
+    log.info(
+        "%s: bound %.1f, wrapping %.1f, steps %s, closed %.1f, state %.1f MiB in %d windows",
+        case,
+        measured.bound / MIB,
+        measured.wrapping / MIB,
+        [round(num_bytes / MIB, 1) for num_bytes in measured.steps],
+        measured.closed / MIB,
+        measured.state / MIB,
+        measured.num_windows,
+    )
+    return measured
+
+
+def check(measured: Measured) -> None:
+    assert measured.wrapping <= measured.bound
+    assert measured.steps[0] <= measured.bound
+    assert max(measured.steps) <= measured.bound
+    assert measured.closed <= measured.bound // 2
+
+
+def test_a_small_state(tmp_path: Path) -> None:
+    measured = measure("adamw-fused", tmp_path, 64, "1MiB", 5)
+    check(measured)
+    assert measured.steps[-1] <= measured.steps[0] + 2 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_update(case: str, tmp_path: Path) -> None:
+    measured = measure(case, tmp_path, 900, "1MiB", NUM_STEPS.get(case, FEW_STEPS))
+    assert measured.state >= FACTOR * measured.bound
+    check(measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["adamw-fused", "adamw-for"])
+def test_the_state_does_not_matter(case: str, tmp_path: Path) -> None:
+    small, large = (measure(case, tmp_path, mib, "4MiB", 3) for mib in (300, 1200))
+    check(large)
+    assert large.bound == small.bound
+    assert max(large.steps) <= max(small.steps) + 8 * MIB
+
+
+@pytest.mark.slow
+def test_large_windows(tmp_path: Path) -> None:
+    """Temporaries of a window's many tiles do not add up."""
+    check(measure("adamw-for", tmp_path, 600, "64MiB", 3))
