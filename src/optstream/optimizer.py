@@ -241,6 +241,7 @@ class StreamedOptimizer(Optimizer):
             OutOfSpaceError: no space for the second generation; training can go on.
         """
         self._check_whole()
+        self._state.extend()  # what was unfrozen meanwhile has an empty entry
         view = self.state
         self.state = self._snapshot_by_param()  # type: ignore[assignment]
         try:
@@ -279,6 +280,7 @@ class StreamedOptimizer(Optimizer):
     ) -> None:
         names = self._group_names()
         check_groups(source, groups, names)
+        self._state.extend({name for name, state in states.items() if state})
         known = [name for group in names for name in group]
         compare(self.plan.params, states, known).settle(source, strict)
 

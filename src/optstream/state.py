@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,24 @@ class StreamedState:
 
     # -- parameters ----------------------------------------------
 
-    def extend(self) -> None:
+    def extend(self, with_state: Collection[str] = ()) -> None:
         """Give every parameter that trains a place in the plan and in the store.
+
+        Args:
+            with_state: names of parameters that get one in any case: frozen ones that once trained.
 
         Raises:
             StoreError: the store cannot hold it; nothing was changed.
         """
+        groups = self._optimizer.param_groups
+        state: dict[Tensor, Any] = dict(self._optimizer.state)
+        for g, group in enumerate(groups):
+            for position, param in enumerate(group["params"] if with_state else ()):
+                if self.name(g, position) in with_state:
+                    state[param] = True
         new = [
             self._describer.describe(self.name(group, position), group, position)
-            for group, position in unplanned(
-                self.plan.params, self._optimizer.param_groups, self._optimizer.state
-            )
+            for group, position in unplanned(self.plan.params, groups, state)
         ]
         if not new:
             return
