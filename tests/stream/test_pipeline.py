@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 import optstream
 from faults.drive import open_files
+from optstream.errors import WindowWriteError
 from optstream.optimizer import StreamedOptimizer
 from stream.fake import WAIT_S, FakeStore, Watched, one_param_a_window
 
@@ -51,7 +53,7 @@ def test_windows_to_come_are_read_while_one_is_updated(store: FakeStore) -> None
     with wrap(inner) as optimizer:
         step_and_settle(store, optimizer)
         for order in (range(NUM_WINDOWS)[::-1], range(NUM_WINDOWS)):
-            inner.number = 0
+            inner.calls.clear()
 
             def during(number: int, order: range = order) -> None:
                 if 1 <= number < NUM_WINDOWS - ahead:
@@ -66,7 +68,7 @@ def test_a_window_is_written_while_the_next_is_updated(store: FakeStore) -> None
     inner = Watched(one_param_a_window(NUM_WINDOWS))
     with wrap(inner) as optimizer:
         for order in (range(NUM_WINDOWS), range(NUM_WINDOWS)[::-1]):
-            inner.number = 0
+            inner.calls.clear()
 
             def during(number: int, order: range = order) -> None:
                 if number > 0:
@@ -115,6 +117,33 @@ def test_the_last_writes_go_on_behind_the_step(store: FakeStore) -> None:
         assert set(store.take("write")) >= held
         read, _ = step_and_settle(store, optimizer)
         assert held.isdisjoint(read)
+
+
+def test_a_write_fails_while_the_next_step_waits_for_it(install: Install) -> None:
+    """That step must not update the only copy there is; it writes it when it is called again."""
+    store = install(FakeStore())
+    gate = threading.Event()
+
+    def before(verb: str, window: int) -> None:
+        assert gate.wait(WAIT_S)
+        raise WindowWriteError("fake", 0, 4096, errno.EIO)
+
+    params, plain = one_param_a_window(1), one_param_a_window(1)
+    reference = Watched(plain)
+    with wrap(inner := Watched(params), num_windows=1) as optimizer:
+        store.before = before
+        optimizer.step()
+        inner.calls.clear()
+        threading.Timer(0.2, gate.set).start()
+        with pytest.raises(WindowWriteError, match="has updated 0 windows"):
+            optimizer.step()
+        assert inner.calls == []
+        store.before = lambda verb, window: None
+        optimizer.step()
+        optimizer.step()
+    for _ in range(3):
+        reference.step()
+    assert torch.equal(params[0], plain[0])
 
 
 def test_closing_waits_for_the_last_writes(store: FakeStore) -> None:

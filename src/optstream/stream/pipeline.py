@@ -207,13 +207,15 @@ class Stream:
 
     def _acquire(self, window: int) -> Slot:
         """Return the window's slot, BUSY, once its bytes are there."""
-        usable = (SlotState.READY, SlotState.DIRTY)
         with self._changed:
             while True:
                 self._pump()
                 slot = holding(self._slots, window)
-                if slot is not None and slot.state in usable:
+                if slot is not None and slot.state is SlotState.READY:
                     break
+                if slot is not None and slot.state is SlotState.DIRTY:
+                    # an update that fails would spoil the only copy; the next step writes it first
+                    raise self._write_errors[window]
                 if window in self._read_errors:
                     raise self._read_errors.pop(window)
                 if slot is None and not self._in_flight():
@@ -221,7 +223,6 @@ class Stream:
                 self._wait(reading=slot is not None and slot.state is SlotState.READING)
             slot.state = SlotState.BUSY
             self._next_use.pop(window, None)
-            self._write_errors.pop(window, None)
         if window not in self._stored:
             slot.tensor.zero_()
         return slot

@@ -3,7 +3,7 @@
     FREE ──► READING ──► READY ──► BUSY ──► WRITING ──► READY
                │ error     ▲ never stored      │ error
                ▼           │                   ▼
-             FREE ─────────┘                 DIRTY ──► WRITING (retried) or BUSY
+             FREE ─────────┘                 DIRTY ──► WRITING (retried)
 
 A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the
 only copy.
