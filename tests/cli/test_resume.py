@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -176,4 +175,4 @@ def test_a_newer_version_is_refused(command, place, saved, tmp_path):
 def test_the_checkpoint_is_the_owners_alone(saved):
     for path in (saved, *saved.rglob("*")):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-    assert os.listdir(saved.parent) == ["step000004"]
+    assert [path.name for path in saved.parent.iterdir()] == ["step000004"]

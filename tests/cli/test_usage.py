@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,15 @@ def test_empty_variable_for_the_state_directory_is_no_directory(monkeypatch):
     assert _default_state_dir() == Path("optstream-state")
     monkeypatch.setenv("OPTSTREAM_STATE_DIR", "/mnt/nvme0/state")
     assert _default_state_dir() == Path("/mnt/nvme0/state")
+
+
+def test_help_and_wrong_usage_do_not_wait_for_torch():
+    program = (
+        "import sys; from optstream.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    for argv in (["--help"], ["--version"], ["train", "--steps", "0"], ["verify", "--help"]):
+        child = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True)
+        assert child.returncode == 0, argv

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from optstream.checkpoint.directory import MANIFEST
 from optstream.errors import CheckpointError
-from optstream.training.checkpoint import (
-    TRAINER,
-    TrainingCheckpoint,
-    find_checkpoint,
-    step_directories,
-)
+
+if TYPE_CHECKING:
+    from optstream.training.checkpoint import TrainingCheckpoint
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +28,9 @@ def open_target(path: Path) -> tuple[Path, TrainingCheckpoint | None]:
     Raises:
         CheckpointError: neither; a directory of several checkpoints names its newest.
     """
+    from optstream.checkpoint.directory import MANIFEST
+    from optstream.training.checkpoint import TRAINER, find_checkpoint, step_directories
+
     if (path / TRAINER).is_file():
         training = find_checkpoint(path)
         return training.optimizer, training
