@@ -184,3 +184,17 @@ def test_a_damaged_checkpoint_is_not_exported(command, saved, tmp_path, name):
     assert_failed(command("export", copy, tmp_path / name), "window00000")
     assert not (tmp_path / name).exists()
     assert not (tmp_path / f"{name}.tmp").exists()
+
+
+@pytest.mark.parametrize("name", ["o.pt", "o"])
+def test_what_appears_during_an_export_is_not_replaced(command, saved, tmp_path, monkeypatch, name):
+    def another_writes_there(_: object) -> None:
+        if name == "o":
+            (tmp_path / name).mkdir()
+        theirs.write_text("theirs")
+
+    theirs = tmp_path / name / "x" if name == "o" else tmp_path / name
+    monkeypatch.setattr("optstream.checkpoint.directory.verify", another_writes_there)
+    assert_failed(command("export", saved[0], tmp_path / name), name)
+    assert theirs.read_text() == "theirs"
+    assert not (tmp_path / f"{name}.tmp").exists()
