@@ -17,7 +17,7 @@ FEW_MIB = 24 * MIB
 
 @pytest.mark.parametrize(
     "state_bytes",
-    [pytest.param(384 * MIB, id="384MiB"), pytest.param(4096 * MIB, marks=pytest.mark.slow)],
+    [pytest.param(256 * MIB, id="256MiB"), pytest.param(4096 * MIB, marks=pytest.mark.slow)],
 )
 def test_bytes_and_memory(state_bytes: int, tmp_path: Path) -> None:
     run = subprocess.run(

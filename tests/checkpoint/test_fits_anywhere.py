@@ -198,13 +198,18 @@ def test_load_over_state_of_a_longer_run(dtype: torch.dtype, tmp_path: Path) -> 
         optimizer.save(tmp_path / "early")
         early, early_dict = weights(params), optimizer.state_dict()
         for load in (
-            lambda: optimizer.load(tmp_path / "early"),
             lambda: optimizer.load_state_dict(early_dict),
             lambda: optimizer.load(tmp_path / "early"),
+            lambda: optimizer.load_state_dict(early_dict),
         ):
             go_on(params, optimizer, range(3, 6))
             set_weights(params, early)
             load()
             assert_same_state(copied(optimizer.state_dict()), copied(early_dict))
         go_on(params, optimizer, range(3, 6))
+        found = copied(optimizer.state_dict())
+    reference, other = streamed(tmp_path / "b", dtype=dtype, store="memory")
+    with other:
+        go_on(reference, other, range(6))
+        assert_same_state(found, copied(other.state_dict()))
     assert_same_bits(weights(params), after(6, dtype))

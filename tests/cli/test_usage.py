@@ -61,8 +61,14 @@ WRONG = {
 }
 
 
+def train_nothing(*_: object) -> None:
+    """Stand in for a run of minutes, should the usage be taken for right."""
+    raise AssertionError("this would have trained")
+
+
 @pytest.mark.parametrize(("argv", "named"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_usage_is_one_line_and_writes_nothing(command, place, argv, named):
+def test_wrong_usage_is_one_line_and_writes_nothing(command, place, monkeypatch, argv, named):
+    monkeypatch.setattr("optstream.training.run.train", train_nothing)
     outcome = command(*argv)
     assert outcome.code == 2
     assert outcome.out == ""
@@ -72,7 +78,8 @@ def test_wrong_usage_is_one_line_and_writes_nothing(command, place, argv, named)
     assert list(place.iterdir()) == []
 
 
-def test_a_feature_that_is_not_there_is_refused(command):
+def test_a_feature_that_is_not_there_is_refused(command, monkeypatch):
+    monkeypatch.setattr("optstream.training.run.train", train_nothing)
     assert command("train", "--ram", "1").code == 2
 
 
