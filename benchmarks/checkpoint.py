@@ -38,14 +38,14 @@ BYTES_PER_PARAM = 8
 Seconds = defaultdict[str, list[float]]
 
 
-def make_optimizer(num_params: int, tensors: int = 16) -> torch.optim.Optimizer:
-    """Return AdamW over float32 parameters with gradients, about `num_params` elements in all."""
+def make_params(num_params: int, tensors: int = 16) -> list[torch.nn.Parameter]:
+    """Return float32 parameters with gradients, touched, of about `num_params` elements in all."""
     params = []
     for _ in range(tensors):
         param = torch.nn.Parameter(torch.full((num_params // tensors // 1024, 1024), 0.5))
         param.grad = torch.full_like(param, 1e-3)
         params.append(param)
-    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+    return params
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -58,12 +58,13 @@ class Contest:
     """One streamed and one plain optimizer with equal state, and where they save it."""
 
     def __init__(self, directory: Path, state_bytes: int, window: str) -> None:
-        num_params = state_bytes // BYTES_PER_PARAM
+        # of the same parameters: what they become does not matter, memory does
+        params = make_params(state_bytes // BYTES_PER_PARAM)
         self.directory = directory
-        self.plain = make_optimizer(num_params)
+        self.plain, inner = (torch.optim.AdamW(params, lr=1e-4, fused=True) for _ in range(2))
         self.plain.step()
         self.streamed: StreamedOptimizer = optstream.offload(
-            make_optimizer(num_params), directory / "live", window=window
+            inner, directory / "live", window=window
         )
         self.step()
         self.step()

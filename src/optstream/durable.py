@@ -10,7 +10,9 @@ from pathlib import Path
 from optstream.errors import OutOfSpaceError, StoreError
 
 TEMPORARY = ".tmp"
-"""Suffix of what is not finished, or about to go; nobody reads it."""
+"""Suffix of what is not finished; nobody reads it."""
+DOOMED = ".old"
+"""Suffix of what is about to go; nobody reads it either."""
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -45,12 +47,11 @@ def remove_directory(path: Path) -> None:
         StoreError: it cannot be removed.
     """
     try:
-        if path.suffix != TEMPORARY:
-            doomed = path.with_name(path.name + TEMPORARY)
-            if doomed.exists():
-                shutil.rmtree(doomed)
-            path = path.rename(doomed)
-        shutil.rmtree(path)
+        doomed = path.with_name(path.name + DOOMED)
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
     except OSError as error:
         raise failed("remove", path, error) from error
 

@@ -10,8 +10,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -28,21 +27,14 @@ from optstream.checkpoint.directory import (
     publish,
     verify,
 )
-from optstream.checkpoint.match import (
-    by_name,
-    check_class,
-    check_groups,
-    check_shapes,
-    compare,
-    fitting,
-    some,
-)
+from optstream.checkpoint.match import by_name, check_class, check_shapes, some
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
-from optstream.layout import hyperparameters
+from optstream.loading import Loader
 from optstream.plan import Plan, parse_window_bytes
 from optstream.report import Reporter, StepReport
 from optstream.rule import check_optimizer
-from optstream.state import StateView, StreamedState
+from optstream.state import StreamedState
+from optstream.state_view import StateView
 from optstream.store import open_store
 from optstream.stream import Stream
 from optstream.stream.background import Background
@@ -131,7 +123,7 @@ class StreamedOptimizer(Optimizer):
         self._reporter = reporter
         self._total_s = 0.0
         self._saving = Background()
-        self._broken = ""
+        self._loader = Loader(optimizer, state)
         state.extend()
         self._take_existing_state()
         self._finalizer = weakref.finalize(
@@ -241,6 +233,7 @@ class StreamedOptimizer(Optimizer):
             OutOfSpaceError: no space for the second generation; training can go on.
         """
         self._check_whole()
+        self._state.extend()  # what was unfrozen meanwhile has an empty entry
         view = self.state
         self.state = self._snapshot_by_param()  # type: ignore[assignment]
         try:
@@ -264,63 +257,11 @@ class StreamedOptimizer(Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups, states = by_name(state_dict, self._group_names())
-        self._check_fits("the state_dict", groups, states, strict)
-        self._put("the state_dict", groups, states)
+        groups, states = by_name(state_dict, self._loader.group_names())
+        self._loader.check("the state_dict", groups, states, strict)
+        self._loader.put("the state_dict", groups, states)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _check_fits(
-        self,
-        source: str,
-        groups: Sequence[Mapping[str, Any]],
-        states: Mapping[str, Mapping[str, Any] | None],
-        strict: bool,
-    ) -> None:
-        names = self._group_names()
-        check_groups(source, groups, names)
-        known = [name for group in names for name in group]
-        compare(self.plan.params, states, known).settle(source, strict)
-
-    def _put(
-        self,
-        source: str,
-        groups: Sequence[Mapping[str, Any]],
-        states: Mapping[str, Mapping[str, Any] | None],
-    ) -> None:
-        specs = enumerate(self.plan.params)
-        given = {i: fitting(spec, state) for i, spec in specs if (state := states.get(spec.name))}
-        self._of_today(given)
-        self._broken = f"loading {source} failed half-way; load it, or a checkpoint, again"
-        self._state.put(given)
-        self._set_groups(groups)
-        self._broken = ""
-
-    def _of_today(self, given: Mapping[int, dict[str, Any]]) -> None:
-        """Let the optimizer bring state of an older torch into today's form (step as a tensor)."""
-        state = defaultdict(dict, {self._state.param(i): state for i, state in given.items()})
-        self._optimizer.__setstate__({"state": state})
-        self._optimizer.state = defaultdict(dict)
-
-    def _set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over hyperparameters; what is a tensor stays on its device."""
-        for group, values in zip(self.param_groups, groups, strict=True):
-            before = dict(group)
-            group.clear()
-            for key, value in hyperparameters(values).items():
-                old = before.get(key)
-                if isinstance(value, Tensor) and isinstance(old, Tensor):
-                    value = value.to(old.device)
-                group[key] = value
-            group.update({k: before[k] for k in ("params", "param_names") if k in before})
-        # fills what a state_dict of an older torch lacks
-        self._optimizer.__setstate__({"param_groups": self.param_groups})
-
-    def _group_names(self) -> list[list[str]]:
-        return [
-            [self._state.name(g, position) for position in range(len(group["params"]))]
-            for g, group in enumerate(self.param_groups)
-        ]
 
     def _snapshot_by_param(self) -> dict[Tensor, dict[str, Any]]:
         snapshot = self._state.snapshot(self._reporter.next_step - 1)
@@ -381,18 +322,15 @@ class StreamedOptimizer(Optimizer):
         manifest, source = snapshot.manifest, f"checkpoint {os.fspath(path)}"
         check_class(source, manifest.optimizer, self._optimizer, strict)
         states = {name: snapshot.state(name) for name in manifest.params}
-        self._check_fits(source, manifest.groups, states, strict)
+        self._loader.check(source, manifest.groups, states, strict)
         shapes = {name: param.shape for name, param in manifest.params.items()}
         check_shapes(source, shapes, self.plan.params)
         if check:
             verify(snapshot)
-        if self._state.adopt(snapshot):
-            self._set_groups(manifest.groups)
-            self._broken = ""
-        else:
+        if not self._loader.adopt(snapshot):
             if not check:
                 verify(snapshot)
-            self._put(source, manifest.groups, states)
+            self._loader.put(source, manifest.groups, states)
         self._reporter.resume(manifest.step)
 
     # -- lifetime ----------------------------------------------
@@ -415,8 +353,8 @@ class StreamedOptimizer(Optimizer):
 
     def _check_whole(self) -> None:
         self._check_open()
-        if self._broken:
-            raise CheckpointError(self._broken)
+        if self._loader.broken:
+            raise CheckpointError(self._loader.broken)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

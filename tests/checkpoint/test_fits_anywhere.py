@@ -189,21 +189,27 @@ def test_memory_and_masters_switched_off(tmp_path: Path, caplog: pytest.LogCaptu
         assert "master" not in plain.state_dict()["state"][0]
 
 
-def test_load_over_state_of_a_longer_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_load_over_state_of_a_longer_run(dtype: torch.dtype, tmp_path: Path) -> None:
     """What the optimizer had before leaves nothing behind, nor does what it had in slots."""
-    params, optimizer = streamed(tmp_path / "a")
+    params, optimizer = streamed(tmp_path / "a", dtype=dtype)
     with optimizer:
         go_on(params, optimizer, range(3))
         optimizer.save(tmp_path / "early")
         early, early_dict = weights(params), optimizer.state_dict()
         for load in (
-            lambda: optimizer.load(tmp_path / "early"),
             lambda: optimizer.load_state_dict(early_dict),
             lambda: optimizer.load(tmp_path / "early"),
+            lambda: optimizer.load_state_dict(early_dict),
         ):
             go_on(params, optimizer, range(3, 6))
             set_weights(params, early)
             load()
             assert_same_state(copied(optimizer.state_dict()), copied(early_dict))
         go_on(params, optimizer, range(3, 6))
-    assert_same_bits(weights(params), after(6))
+        found = copied(optimizer.state_dict())
+    reference, other = streamed(tmp_path / "b", dtype=dtype, store="memory")
+    with other:
+        go_on(reference, other, range(6))
+        assert_same_state(found, copied(other.state_dict()))
+    assert_same_bits(weights(params), after(6, dtype))

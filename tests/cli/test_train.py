@@ -69,7 +69,7 @@ def test_metrics_have_a_line_a_step_and_are_appended(command, text, tmp_path):
     old, before, *steps, after = read_metrics(path)
     assert old == {"old": 1}
     assert [line["step"] for line in (before, *steps, after)] == [0, 1, 2, 3, 4, 4]
-    assert set(before) == set(after) == {"step", "held_out_loss"}
+    assert set(before) == set(after) == {"optimizer", "step", "held_out_loss"}
     for line in steps:
         assert line["num_tokens"] == 32
         assert line["total_s"] >= line["optimizer_s"] > 0
@@ -155,3 +155,31 @@ def test_a_model_directory_without_tokenizer_is_refused(command, text, model_dir
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert "no tokenizer" in outcome.err
+
+
+def test_compare_trains_with_adamw_on_equal_weights_and_batches(command, text, place, tmp_path):
+    path = tmp_path / "m.jsonl"
+    argv = ("train", "--text", text, *SHORT, "--compare", "--metrics", path, "--save-dir", "s")
+    outcome = command(*argv, "--adamw-lr", 0.003)
+    assert outcome.code == 0, outcome.err
+    rows = {
+        line.split("│")[1].strip(): line.split("│")
+        for line in outcome.out.splitlines()
+        if "│" in line
+    }
+    assert "muon, lr 0.02" in rows["optimizer"][2]
+    assert "adamw, lr 0.003" in rows["optimizer"][3]
+    for name, part in (("held-out loss", "after"), ("time a step", "ms"), ("moved a step", "MiB")):
+        assert all(part in cell for cell in rows[name][2:4]), name
+    lines = read_metrics(path)
+    runs = [[x for x in lines if x["optimizer"] == name] for name in ("muon", "adamw")]
+    assert [x["step"] for x in runs[0]] == [x["step"] for x in runs[1]] == [0, 1, 2, 3, 4, 4]
+    muon, adamw = ([x.get("loss") for x in run] for run in runs)
+    assert muon[1] == adamw[1]  # before the first update
+    assert muon[2] != adamw[2]
+    assert [child.name for child in (place / "s").iterdir()] == ["step000004"]
+
+
+def test_muon_beats_adamw_on_a_text_with_the_defaults(losses):
+    argv = ("--store", "none", "--steps", 40, "--batch-size", 4)
+    assert losses(*argv)[-1] < losses(*argv, "--optimizer", "adamw")[-1]

@@ -146,10 +146,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def arrange(flags: int, number: int) -> None:
         real = os.open
 
-        def open_(path: str, asked: int, *args: int) -> int:
+        def open_(path: str, asked: int, *args: int, **more: int) -> int:
             if asked & flags == flags:
                 raise OSError(number, os.strerror(number))
-            return real(path, asked, *args)
+            return real(path, asked, *args, **more)
 
         monkeypatch.setattr(os, "open", open_)
 

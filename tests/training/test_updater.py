@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from optstream.training.optimizers import build_adamw, decay_groups
+from optstream.training.optimizers import Rates, build_adamw, decay_groups
 from optstream.training.updater import InMemory, StepCost
 
 
 def make_module(dtype: torch.dtype) -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(dtype)
+
+
+def in_memory(module: torch.nn.Module, lr: float = 0.01) -> InMemory:
+    return InMemory(partial(build_adamw, module, Rates(lr, lr), 0.1), module)
 
 
 def set_grads(module: torch.nn.Module, step: int) -> None:
@@ -21,9 +27,8 @@ def set_grads(module: torch.nn.Module, step: int) -> None:
 
 def test_float32_is_the_optimizer_itself():
     module = make_module(torch.float32)
-    optimizer = build_adamw(module, 0.01, 0.1)
-    updater = InMemory(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    updater = in_memory(module)
+    params = [param for group in updater.optimizer.param_groups for param in group["params"]]
     assert {id(param) for param in params} == {id(param) for param in module.parameters()}
     set_grads(module, 0)
     assert updater.step() == StepCost()
@@ -31,9 +36,9 @@ def test_float32_is_the_optimizer_itself():
 
 def test_bfloat16_equals_the_textbook_loop_bit_for_bit():
     module, reference = make_module(torch.bfloat16), make_module(torch.bfloat16)
-    updater = InMemory(build_adamw(module, 0.01, 0.1))
+    updater = in_memory(module)
     masters = make_module(torch.bfloat16).float()
-    optimizer = build_adamw(masters, 0.01, 0.1)
+    optimizer = build_adamw(masters, Rates(0.01, 0.01), 0.1)
     for step in range(10):
         set_grads(module, step)
         updater.step()
@@ -51,7 +56,7 @@ def test_bfloat16_equals_the_textbook_loop_bit_for_bit():
 def test_small_updates_are_not_lost_in_bfloat16():
     module = torch.nn.Linear(1, 1, bias=False).bfloat16()
     torch.nn.init.ones_(module.weight)
-    updater = InMemory(torch.optim.SGD(module.parameters(), lr=1e-3))
+    updater = InMemory(partial(torch.optim.SGD, module.parameters(), lr=1e-3), module)
     for _ in range(20):
         module.weight.grad = torch.ones_like(module.weight)
         updater.step()
@@ -61,7 +66,7 @@ def test_small_updates_are_not_lost_in_bfloat16():
 def test_without_gradient_nothing_moves():
     module = make_module(torch.bfloat16)
     before = [param.clone() for param in module.parameters()]
-    updater = InMemory(build_adamw(module, 1.0, 0.1))  # so that decay alone would be seen
+    updater = in_memory(module, lr=1.0)  # so that decay alone would be seen
     set_grads(module, 0)
     next(module.parameters()).grad = None
     updater.step()
@@ -73,7 +78,7 @@ def test_without_gradient_nothing_moves():
 
 def test_state_is_counted_with_its_masters():
     module = make_module(torch.bfloat16)
-    updater = InMemory(build_adamw(module, 0.01, 0.1))
+    updater = in_memory(module)
     set_grads(module, 0)
     updater.step()
     num_params = sum(param.numel() for param in module.parameters())

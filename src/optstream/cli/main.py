@@ -11,12 +11,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import optstream
-from optstream.cli import train
+from optstream.cli import export, inspect, train, verify
 from optstream.cli.parser import Parser
 from optstream.errors import OffloadError
 from optstream.training.stop import Stopped
 
-COMMANDS: dict[str, ModuleType] = {"train": train}
+COMMANDS: dict[str, ModuleType] = {
+    "train": train,
+    "inspect": inspect,
+    "verify": verify,
+    "export": export,
+}
 """Modules with SUMMARY, add_arguments(parser) and run(args) -> exit code."""
 
 

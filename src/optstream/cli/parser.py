@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from optstream.errors import ConfigError
-from optstream.plan import parse_window_bytes
 from optstream.units import parse_bytes
 
 
@@ -26,6 +25,8 @@ class Parser(argparse.ArgumentParser):
 
 def window_size(text: str) -> int:
     """Parse a size that a window can have."""
+    from optstream.plan import parse_window_bytes  # with torch, which takes a second
+
     try:
         return parse_window_bytes(parse_bytes(text))
     except ConfigError as error:

@@ -86,6 +86,7 @@ class Direct(Store):
         }
 
     def device(self, window: int) -> int | None:
+        self._check_usable()
         return os.fstat(self._files[window].fd).st_dev
 
     def file(self, window: int) -> WindowFile:

@@ -5,9 +5,10 @@
         optimizer/             the optimizer's checkpoint: links to the files of its state
         model.safetensors      the weights
         trainer.json           step, settings, generator, digests
-      step000100.tmp/          being written, or about to go; the next run removes a dead one
+      step000100.tmp/          being written; step000010.old/ about to go
 
-Ordering: all three are on the drive, then the name, then older checkpoints go.
+Ordering: all three are on the drive, then the name, then older checkpoints go. What a killed run
+left half-made or half-gone is removed by the next run that saves there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from pathlib import Path
 import torch
 
 from optstream import durable
-from optstream.checkpoint.verify import verify as verify_optimizer
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError
 from optstream.training.trainer_state import TrainerState, read_trainer_state
 from optstream.training.updater import Updater
@@ -92,16 +92,6 @@ def check_weights(checkpoint: TrainingCheckpoint) -> None:
             f"{checkpoint.weights} is not what was saved: its digest is {found}, not "
             f"{checkpoint.state.weights_xxh3}; take another checkpoint"
         )
-
-
-def verify(checkpoint: TrainingCheckpoint) -> None:
-    """Read every byte of a training checkpoint and hold it against its digest.
-
-    Raises:
-        OffloadError: the first thing that is wrong.
-    """
-    check_weights(checkpoint)
-    verify_optimizer(checkpoint.optimizer)
 
 
 def check_save_directory(path: Path, resumed: TrainingCheckpoint | None) -> None:
@@ -228,7 +218,8 @@ def open_saves(directory: Path, keep: int | None) -> Iterator[Saves]:
                 f"another run saves in {directory}; give another --save-dir"
             ) from error
         for child in directory.iterdir():
-            if child.suffix == durable.TEMPORARY and _NAME.fullmatch(child.stem):
+            dead = child.suffix in (durable.TEMPORARY, durable.DOOMED)
+            if dead and _NAME.fullmatch(child.stem):
                 shutil.rmtree(child)
         yield Saves(directory, keep)
     finally:

@@ -35,7 +35,7 @@ class TrainConfig:
     """Directory on a drive for the state; None where the store needs none."""
     window_bytes: int = 64 * 2**20
     """State that is in memory together, at most, bytes."""
-    steps: int = 200
+    steps: int = 100
     batch_size: int = 16
     """Sequences a step."""
     seq_len: int = 128

@@ -3,6 +3,7 @@
 set-up --signal--> Stopped
 steps  --signal--> requested --end of step--> leave the loop
                        `-----second signal--> Stopped
+Stopped --signal--> ignored: what was opened is being closed
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signum: int | None = None
         self._deferred = False
+        self._stopped = False
         self._previous: dict[int, Callable[..., Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
@@ -65,6 +67,9 @@ class StopRequest:
             self._deferred = False
 
     def _receive(self, signum: int, _: FrameType | None) -> None:
+        if self._stopped:
+            return
         if not self._deferred or self.signum is not None:
+            self._stopped = True
             raise Stopped(signum)
         self.signum = signum
