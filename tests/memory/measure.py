@@ -54,8 +54,8 @@ CASES = {
     "sgd": Case(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
     "adamw-for-bf16": Case(lambda p: torch.optim.AdamW(p, foreach=False), 12, dtype=BF16),
     "adafactor-bf16": Case(lambda p: torch.optim.Adafactor(p), 4, shape=(512, 512), dtype=BF16),
-    "muon": Case(lambda p: optstream.Muon(p), 4, shape=TALL),
-    "muon-bf16": Case(lambda p: optstream.Muon(p), 8, shape=TALL, dtype=BF16),
+    "muon": Case(lambda p: optstream.Muon(p, ns_steps=1), 4, shape=TALL),
+    "muon-bf16": Case(lambda p: optstream.Muon(p, ns_steps=1), 8, shape=TALL, dtype=BF16),
 }
 
 

@@ -37,7 +37,7 @@ from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy
 from optstream.update.views import GradientScratch, extent_view, part_of
 
-TRIM_BYTES = 16 * 2**20
+TRIM_BYTES = 4 * 2**20
 """Of parameters updated by rules with temporaries, after which freed memory is given back."""
 
 log = logging.getLogger("optstream")
