@@ -69,8 +69,9 @@ class Measured:
         return result
 
 
-def make(state_bytes: int, directory: Path, window: int = WINDOW_BYTES) -> Any:
-    """Return parameters and a streamed AdamW with so much state."""
+def make(state_bytes: int, directory: Path, share: int = 1) -> Any:
+    """Return parameters and a streamed AdamW with so much state; a save writes 4 KiB a window."""
+    window = max(WINDOW_BYTES, state_bytes // 64) // share
     count = state_bytes // 8 // 8
     params = [torch.nn.Parameter(torch.full((count,), 0.5)) for _ in range(8)]
     inner = torch.optim.AdamW(params, lr=1e-3, fused=True)
@@ -130,7 +131,7 @@ def main(root: Path, state_bytes: int) -> None:
     measured("load", lambda: optimizer.load(root / "checkpoint"))
     step(params, optimizer)
     optimizer.close()
-    params, optimizer = make(state_bytes, root / "live", window=WINDOW_BYTES // 2)
+    params, optimizer = make(state_bytes, root / "live", share=2)
     measured("load in other windows", lambda: optimizer.load(root / "checkpoint"))
     optimizer.close()
     dist.destroy_process_group()
