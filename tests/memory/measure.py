@@ -65,20 +65,23 @@ class Memory:
     def __init__(self) -> None:
         self.sampled_bytes = 0
         self.base_bytes = self.file_bytes = 0
+        self._lock = threading.Lock()  # no sample from before a reset may come after it
         threading.Thread(target=self._sample, daemon=True).start()
 
     def start(self) -> None:
         fields = read_status()
         self.base_bytes, self.file_bytes = fields["RssAnon"], fields["RssFile"]
-        self._reset()
+        with self._lock:
+            self._reset()
 
     def take_peak(self) -> int:
         """Return the peak since the last call."""
-        fields = read_status()
-        peak = max(self.sampled_bytes, fields["RssAnon"])
-        if self.exact:
-            peak = max(peak, fields["VmHWM"] - self.file_bytes)
-        self._reset()
+        with self._lock:
+            fields = read_status()
+            peak = max(self.sampled_bytes, fields["RssAnon"])
+            if self.exact:
+                peak = max(peak, fields["VmHWM"] - self.file_bytes)
+            self._reset()
         return peak - self.base_bytes
 
     def _reset(self) -> None:
@@ -90,7 +93,8 @@ class Memory:
 
     def _sample(self) -> None:
         while True:
-            self.sampled_bytes = max(self.sampled_bytes, read_status()["RssAnon"])
+            with self._lock:
+                self.sampled_bytes = max(self.sampled_bytes, read_status()["RssAnon"])
             time.sleep(SAMPLE_S)
 
 
@@ -104,8 +108,9 @@ def make_params(case: Case, state_mib: int) -> list[nn.Parameter]:
     numel = case.shape[0] * case.shape[1]
     count = max(1, state_mib * MIB // (numel * case.state_bytes))
     params = [nn.Parameter(torch.full(case.shape, 0.5, dtype=case.dtype)) for _ in range(count)]
-    for index, param in enumerate(params):
-        param.grad = torch.full_like(param, 0.001 * (index % 7 + 1))
+    grad = torch.rand(case.shape)  # of full rank: Newton-Schulz makes denormals of others, slowly
+    for param in params:
+        param.grad = grad.to(case.dtype, copy=True)
     return params
 
 

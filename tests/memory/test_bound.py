@@ -46,7 +46,12 @@ def measure(case: str, directory: Path, state_mib: int, window: str, num_steps: 
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "2",
+            "OMP_WAIT_POLICY": "passive",
+        },
     )
     measured = Measured(**json.loads(result.stdout))
     log.info(
