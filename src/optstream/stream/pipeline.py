@@ -83,8 +83,7 @@ class Stream:
         Raises:
             WindowReadError: the window cannot be read; nothing of it was changed.
             WindowWriteError: before the first window, if an earlier write still fails, or as soon
-            as
-                slots run out; else see `check`. What could not be written stays in its slot.
+                as slots run out; else see `check`. What could not be written stays in its slot.
         """
         if self._plan.in_place:
             yield from self._windows_in_place(order, devices)
@@ -196,8 +195,7 @@ class Stream:
         finally:
             self._store.close()
 
-    # -- the scan
-    # ----------------------------------------------
+    # -- the scan ----------------------------------------------
 
     def _look_ahead(self, order: Sequence[int]) -> None:
         with self._changed:
@@ -266,8 +264,7 @@ class Stream:
             else:
                 slot.state = SlotState.READY
 
-    # -- transfers
-    # ----------------------------------------------
+    # -- transfers ----------------------------------------------
 
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
         with self._changed:
@@ -359,8 +356,7 @@ class Stream:
             if self._write_errors:
                 raise next(iter(self._write_errors.values()))
 
-    # -- buffers
-    # ----------------------------------------------
+    # -- buffers ----------------------------------------------
 
     def _view(self, window: int) -> Tensor:
         memory = self._store.view(window)

@@ -143,9 +143,8 @@ class Updater:
         """Make the counters of this step the current ones.
 
         Args:
-            groups: the public param_groups; values that the optimizer itself advances are put
-            there. advancing: groups whose values a step changes even where no parameter has a
-            gradient.
+            groups: the public param_groups; values that the optimizer itself advances go there.
+            advancing: groups whose values a step changes even where no parameter has a gradient.
         """
         idle = [index for index in advancing if index not in self._group_values]
         if idle:
