@@ -7,8 +7,9 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -117,8 +118,10 @@ class Describer:
             if accelerated and type(self._optimizer) in ELEMENTWISE and not values.get("fused"):
                 # torch's own choice there, where the user leaves it open
                 values = {**values, "foreach": values.get("foreach") is not False}
+            # kernels that know real devices only are stood in for
+            probed = getattr(self._optimizer, "layout_twin", self._optimizer)
             self._layouts[key] = find_layout(
-                self._optimizer, values, shape, stride, dtype, state, param.dtype
+                probed, values, shape, stride, dtype, state, param.dtype
             )
         return self._layouts[key]
 
@@ -154,7 +157,20 @@ def check_plain(name: str, param: Tensor) -> None:
         )
 
 
-def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
+def gradient_source(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
+    """Return what gives a parameter's gradient.
+
+    An optimizer whose gradients are elsewhere than in `.grad`, or of another dtype, says so itself
+    with a method `gradient_of(param) -> Tensor | None`.
+    """
+    return getattr(optimizer, "gradient_of", None) or attrgetter("grad")
+
+
+def bind(
+    specs: Sequence[ParamSpec],
+    groups: Groups,
+    gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
+) -> dict[int, Bound]:
     """Find today's tensor and gradient of every planned parameter that has a gradient.
 
     Raises:
@@ -170,9 +186,10 @@ def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
                 f"{len(params)} parameters; wrap the optimizer after the model is complete"
             )
         param = params[spec.position]
-        if param.grad is not None:
+        grad = gradient_of(param)
+        if grad is not None:
             _check_same(spec, param)
-            bound[index] = Bound(param, _dense_grad(spec, param.grad))
+            bound[index] = Bound(param, _dense_grad(spec, grad))
     return bound
 
 

@@ -29,7 +29,14 @@ from optstream.checkpoint.manifest import (
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import ModelChangedError, StateChangedError, WindowIOError
 from optstream.headers import window_files
-from optstream.params import Bound, Describer, bind, parameter_names, unplanned
+from optstream.params import (
+    Bound,
+    Describer,
+    bind,
+    gradient_source,
+    parameter_names,
+    unplanned,
+)
 from optstream.plan import Piece, Plan
 from optstream.store.base import PIECE_BYTES, Store
 from optstream.stream import Stream
@@ -131,7 +138,8 @@ class StreamedState:
 
         A step that failed goes on where it stopped: windows it has updated are left alone.
         """
-        bound = bind(self.plan.params, self._optimizer.param_groups)
+        gradient_of = gradient_source(self._optimizer)
+        bound = bind(self.plan.params, self._optimizer.param_groups, gradient_of)
         order = self._order(bound)
         left = [window for window in order if window not in self._done]
         self.num_left = len(left)
