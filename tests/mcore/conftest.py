@@ -38,7 +38,10 @@ def _run_ranks(world: int, cases: list[str], directory: Path) -> dict[str, str]:
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     search = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     common = {**os.environ, **rendezvous, "PYTHONPATH": search, "WORLD_SIZE": str(world)}
+    shared = directory / "shared"
+    shared.mkdir(exist_ok=True)
     common |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+    common["OPTSTREAM_TEST_SHARED"] = str(shared)
     ranks = []
     for rank in range(world):
         log = (directory / f"world{world}-rank{rank}.log").open("wb")

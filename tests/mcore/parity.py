@@ -1,4 +1,4 @@
-"""Training with masters and state on the drive gives the same bits as Megatron without optstream."""
+"""With masters and state on the drive training gives the bits of Megatron without optstream."""
 
 from __future__ import annotations
 

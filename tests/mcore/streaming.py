@@ -51,13 +51,14 @@ def streamed(
     *more: str,
     window_bytes: int = WINDOW_BYTES,
     steps_before: int = 0,
+    role: str = "",
 ) -> Iterator[tuple[Training, Streamed]]:
     training = Training(recipe)
     training.steps(steps_before)
     with mock.patch(
-        "optstream.integrations.megatron.setup.window_bytes", lambda args: window_bytes
+        "optstream.integrations.megatron.setup.window_bytes", return_value=window_bytes
     ):
-        handle = setup(arguments(recipe, path, *more), training.optimizer)
+        handle = setup(arguments(recipe, path, *more), training.optimizer, role)
     assert handle is not None
     try:
         yield training, handle
