@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="F",
-        help="The part of the state that is on the drive; only 1.0, all of it, in this version.",
+        help="The part of the state that is streamed; the rest, in whole windows, stays in host "
+        "memory between steps and causes no traffic. Above 0, at most 1.",
     )
     group.add_argument(
         "--stream-optimizer-state-moment-dtype",
@@ -68,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def window_bytes(args: Any) -> int:
     """Return the size of a window."""
     return int(args.offload_train_disk_chunk_mb) * 2**20
+
+
+def resident_share(args: Any) -> str:
+    """Return the part of the state that stays in memory, as `offload(ram=)` takes it."""
+    return f"{100 * (1 - args.optimizer_state_offload_fraction):.6f}%"
 
 
 def state_directory(args: Any, role: str, rank: int) -> Path:

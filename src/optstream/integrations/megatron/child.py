@@ -55,6 +55,7 @@ class StreamedChild:
         label: str,
         directory: Path,
         window: int,
+        ram: str,
         names: Mapping[int, str],
         metrics: Path | None,
     ) -> None:
@@ -74,7 +75,7 @@ class StreamedChild:
         self._check_masters()
         self._over = OverModelParams(self._inner, self._held, names)
         self.streamed = optstream.offload(
-            self._over.optimizer, directory, window=window, metrics=metrics
+            self._over.optimizer, directory, window=window, ram=ram, metrics=metrics
         )
         self._move_masters()
         self._rebind()

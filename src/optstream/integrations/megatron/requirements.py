@@ -81,9 +81,9 @@ _ALL = (
         "drop it",
     ),
     Requirement(
-        lambda args: getattr(args, "optimizer_state_offload_fraction", 1.0) == 1.0,
-        "--optimizer-state-offload-fraction: all of the state is on the drive in this version; "
-        "leave it at 1.0",
+        lambda args: 0 < getattr(args, "optimizer_state_offload_fraction", 1.0) <= 1,
+        "--optimizer-state-offload-fraction is the part of the state that is streamed, above 0 and "
+        f"at most 1; to keep all of it in memory drop {_FLAG}",
     ),
     Requirement(
         lambda args: getattr(args, "stream_optimizer_state_moment_dtype", "fp32") == "fp32",
