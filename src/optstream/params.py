@@ -63,6 +63,9 @@ class Describer:
     def __init__(self, optimizer: Optimizer, master_weights: bool) -> None:
         self._optimizer = optimizer
         self._master_weights = master_weights
+        # an optimizer whose kernels know real devices only has a method that gives another one,
+        # which keeps the same state
+        self._probed = getattr(optimizer, "layout_twin", lambda: optimizer)()
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -118,10 +121,8 @@ class Describer:
             if accelerated and type(self._optimizer) in ELEMENTWISE and not values.get("fused"):
                 # torch's own choice there, where the user leaves it open
                 values = {**values, "foreach": values.get("foreach") is not False}
-            # kernels that know real devices only are stood in for
-            probed = getattr(self._optimizer, "layout_twin", self._optimizer)
             self._layouts[key] = find_layout(
-                probed, values, shape, stride, dtype, state, param.dtype
+                self._probed, values, shape, stride, dtype, state, param.dtype
             )
         return self._layouts[key]
 

@@ -45,6 +45,7 @@ class FusedAdam(torch.optim.Optimizer):
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         grad, state, step = param.grad, self.state[param], group["step"]
         assert grad is not None
+        assert param.device.type != "meta", "its kernels are for real devices only"
         if not state:
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)

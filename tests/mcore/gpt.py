@@ -23,6 +23,7 @@ from megatron.core.optimizer.layer_wise_optimizer import (
     tag_params_for_buffer_routing,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -122,6 +123,7 @@ class Training:
 
     def __init__(self, recipe: Recipe) -> None:
         torch.manual_seed(recipe.seed)
+        model_parallel_cuda_manual_seed(recipe.seed, force_reset_rng=True)
         config = _transformer_config(recipe)
         experts = config.num_moe_experts
         gpt = GPTModel(

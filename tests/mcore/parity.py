@@ -40,7 +40,8 @@ def equal_bits(recipe: Recipe) -> None:
         assert_same_weights(training, plain)
         assert_nothing_left(handle)
         reports = handle.reports.values()
-        assert all(report is not None and report.step == STEPS for report in reports)
+        applied = sum(step[0] for step in steps)
+        assert all(report is not None and report.step == applied for report in reports)
         assert any(report is not None and report.num_windows > 3 for report in reports)
 
 
@@ -66,10 +67,6 @@ def muon() -> None:
 
 def muon_lion() -> None:
     equal_bits(varied(MUON, config={"muon_scalar_optimizer": "lion"}))
-
-
-def adaptive_muon() -> None:
-    equal_bits(varied(MUON, optimizer="adaptive_muon"))
 
 
 def muon_duplicated() -> None:
@@ -153,7 +150,7 @@ def skipped_step() -> None:
         plain = Training(recipe)
         expected = _with_skipped_step(plain)
         applied = [step[0] for step in expected]
-        assert applied == [True, True, recipe.optimizer != "adam", True]
+        assert applied == [True, True, recipe.optimizer != "adam", True], expected
         with directory() as path, streamed(recipe, path) as (training, handle):
             steps = _with_skipped_step(training)
             assert [step[0] for step in steps] == applied

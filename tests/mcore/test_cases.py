@@ -21,7 +21,6 @@ PARITY = [
     (1, "tp1", "parity.dist_muon"),
     (1, "tp1", "parity.muon"),
     (1, "tp1", "parity.muon_lion"),
-    (1, "tp1", "parity.adaptive_muon"),
     (1, "tp1", "parity.muon_clipped"),
     (1, "tp1", "parity.adam"),
     (1, "tp1", "parity.adam_fused"),

@@ -25,10 +25,8 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from mcore.cuda_on_cpu import cuda_on_cpu  # noqa: E402
-from mcore.gpt import SEED  # noqa: E402
 
 SIZES = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size"}
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -38,8 +36,6 @@ def _run(case: str) -> str:
     """Run a case on this rank; return "" or why it failed."""
     module, _, name = case.rpartition(".")
     try:
-        torch.manual_seed(SEED)
-        model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
         getattr(importlib.import_module(f"mcore.{module}"), name)()
     except BaseException:
         return f"rank {dist.get_rank()}: {traceback.format_exc()}"

@@ -99,8 +99,7 @@ class StreamedChild:
         }
         self.streamed._state.put({index: values for index, values in existing.items() if values})
         for one in held:
-            if one.has_master:
-                one.tensor.untyped_storage().resize_(0)
+            one.release()
         state.clear()
 
     def _rebind(self) -> None:

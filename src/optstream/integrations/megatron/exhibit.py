@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optstream.integrations.megatron.held import Groups, master_groups
+from optstream.integrations.megatron.held import Groups, masters_attribute
 from optstream.plan import EXTENT_ALIGNMENT, MASTER, ParamSpec, aligned
 from optstream.store.checks import check_space
 
@@ -31,7 +31,8 @@ States = list[list[dict[str, Any]]]
 @contextlib.contextmanager
 def exhibited(child: Any, held: Groups, states: States) -> Iterator[None]:
     """Let a child and its inner optimizer hold these masters and this state."""
-    inner, lists = child.optimizer, master_groups(child)
+    inner, attribute = child.optimizer, masters_attribute(child)
+    own = getattr(child, attribute, [])
     shown: dict[int, Tensor] = {}
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for group, of_group, values in zip(inner.param_groups, held, states, strict=True):
@@ -41,9 +42,9 @@ def exhibited(child: Any, held: Groups, states: States) -> Iterator[None]:
             if kept:
                 state[tensor] = kept
         group["params"] = [shown[id(one.tensor)] for one in of_group]
-    masters = [list(group) for group in lists] if lists is not None else []
-    for group in lists or []:
-        group[:] = [shown[id(master)] for master in group]
+    if attribute:
+        # new lists: Megatron gives them out in its state_dict
+        setattr(child, attribute, [[shown[id(master)] for master in group] for group in own])
     inner.state = state
     try:
         yield
@@ -51,15 +52,16 @@ def exhibited(child: Any, held: Groups, states: States) -> Iterator[None]:
         # loading made new groups
         for group, of_group in zip(inner.param_groups, held, strict=True):
             group["params"] = [one.tensor for one in of_group]
-        for group, own in zip(lists or [], masters, strict=True):
-            group[:] = own
+        if attribute:
+            setattr(child, attribute, own)
         inner.state = defaultdict(dict)
 
 
 def shown_states(child: Any) -> States:
     """Return what a child holds while it is exhibited, as Megatron has left it."""
-    inner, lists = child.optimizer, master_groups(child)
-    masters = {id(master) for group in lists or [] for master in group}
+    inner = child.optimizer
+    lists = getattr(child, masters_attribute(child), [])
+    masters = {id(master) for group in lists for master in group}
     return [
         [
             {**inner.state.get(p, {}), **({MASTER: p.detach()} if id(p) in masters else {})}

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -34,6 +35,12 @@ class Held:
     @property
     def has_master(self) -> bool:
         return self.tensor is not self.param
+
+    def release(self) -> None:
+        """Free a master's storage; the object stays, for its `.grad`, and reads as NaN."""
+        if self.has_master:
+            empty = torch.full((), torch.nan, dtype=self.tensor.dtype, device=self.tensor.device)
+            self.tensor.data = empty.expand(self.tensor.shape)
 
     def target(self) -> Tensor:
         """Return what an update writes to: the parameter, or a view of this rank's part of it."""
@@ -73,18 +80,19 @@ def held_by(child: Any) -> Groups:
     ]
 
 
-def master_groups(child: Any) -> list[list[Tensor]] | None:
-    """Return the child's own lists of masters, by group; None where it has none."""
-    for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
-        if hasattr(child, name):
-            return list(getattr(child, name))
-    return None
+def masters_attribute(child: Any) -> str:
+    """Return the name of the child's own lists of masters, by group; "" where it has none."""
+    names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+    return next((name for name in names if hasattr(child, name)), "")
 
 
 def _masters(child: Any) -> Iterator[Held]:
-    sharded = hasattr(child, "shard_fp32_from_float16_groups")
-    params = getattr(child, "model_float16_groups" if sharded else "float16_groups", [])
-    for group, masters in zip(params, master_groups(child) or [], strict=True):
+    attribute = masters_attribute(child)
+    if not attribute:
+        return
+    sharded = attribute.startswith("shard")
+    params = child.model_float16_groups if sharded else child.float16_groups
+    for group, masters in zip(params, getattr(child, attribute), strict=True):
         for param, master in zip(group, masters, strict=True):
             part = None
             if sharded:

@@ -67,7 +67,7 @@ class OverModelParams:
             elementwise = not kinds.isdisjoint(_ELEMENTWISE)
             own["is_elementwise"] = lambda group: elementwise
         if "FusedAdam" in kinds:
-            own["layout_twin"] = _AdamTwin(inner)
+            own["layout_twin"] = lambda: _AdamTwin(inner)
         self.pull()
 
     def pull(self) -> None:
