@@ -12,7 +12,17 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from mcore.fused_adam import fused_adam
-from mcore.gpt import ADAM, ADAM_PLAIN, MUON, MUON_DEALT, MUON_PLAIN, Recipe, Training, varied
+from mcore.gpt import (
+    ADAM,
+    ADAM_PLAIN,
+    EXPERTS,
+    MUON,
+    MUON_DEALT,
+    MUON_PLAIN,
+    Recipe,
+    Training,
+    varied,
+)
 from mcore.streaming import assert_nothing_left, assert_same_weights, directory, streamed
 
 FULLY, BY_RANK = "fully_reshardable", "dp_reshardable"
@@ -95,6 +105,10 @@ def muon_dealt() -> None:
     interchangeable(MUON_DEALT, FULLY)
 
 
+def muon_dealt_experts() -> None:
+    interchangeable(varied(MUON_DEALT, model=EXPERTS), FULLY)
+
+
 def muon_fused() -> None:
     with fused_adam():
         interchangeable(MUON, FULLY)
@@ -170,7 +184,7 @@ def torch_format() -> None:
             loaded = torch.load(path / "optimizer.pt", weights_only=False)
             _assert_same(saved, loaded)
         with directory() as path, streamed(_other(recipe), path) as (training, _):
-            training.ddp.load_state_dict(weights)
+            training.load_weights(weights)
             training.optimizer.load_state_dict(loaded)
             expected = plain.steps(AFTER)
             assert training.steps(AFTER) == expected
@@ -201,7 +215,7 @@ def own() -> None:
             weights = first.weights()
             expected = first.steps(AFTER)
             with streamed(_other(recipe), path / "state", role="critic") as (second, again):
-                second.ddp.load_state_dict(weights)
+                second.load_weights(weights)
                 again.load(path / "saved")
                 assert second.steps(AFTER) == expected
                 assert_same_weights(second, first)

@@ -199,6 +199,11 @@ class Training:
         if self.ddp.ddp_config.overlap_param_gather:
             self.ddp.start_param_sync(force_sync=True)
 
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, param in self.ddp.named_parameters():
+            param.copy_(weights[name])
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.ddp.named_parameters()}
 
