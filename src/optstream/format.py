@@ -29,6 +29,8 @@ EXTENT_ALIGN_BYTES = 64
 FORMAT_VERSION = "1"
 MAX_JSON_BYTES = 100_000_000  # the safetensors reader refuses longer headers
 
+_START = b'{"__metadata__":{"format":"pt","optstream":'
+
 # torch's name -> (name in safetensors, extra last dimension, bytes an element). Complex numbers are
 # stored as pairs; dtypes that safetensors or its readers lack are stored as bytes.
 _DTYPES: dict[str, tuple[str, tuple[int, ...], int]] = {
@@ -156,6 +158,11 @@ def build_header(records: Iterable[TensorRecord], data_bytes: int) -> bytes:
             "window header", f"{len(entries)} tensors need {num_bytes} bytes; use smaller windows"
         )
     return num_bytes.to_bytes(8, "little") + text.ljust(num_bytes)
+
+
+def starts_like_ours(head: bytes) -> bool:
+    """Tell a window file, of any version, from another program's by its first bytes."""
+    return head[8:].startswith(_START)
 
 
 def parse_header(head: bytes, file_bytes: int, path: str) -> WindowHeader:

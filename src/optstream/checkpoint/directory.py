@@ -29,6 +29,7 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import CheckpointError, OutOfSpaceError, StoreError, WindowReadError
 from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.store.files import check_digest
+from optstream.store.linux import link
 from optstream.units import format_bytes
 
 MANIFEST = "manifest.json"
@@ -275,17 +276,13 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _place(file: FrozenFile, target: Path) -> None:
     """Give a frozen file a name, as a link or as a copy, and make it durable."""
-    here = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # only with a directory descriptor does os.link follow the link in /proc
-        os.link(f"/proc/self/fd/{file.fd}", target, src_dir_fd=here, follow_symlinks=True)
+        link(file.fd, target)
         os.fsync(file.fd)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise StoreError(error.errno, f"cannot link {target}: {error.strerror}") from error
         _copy(file, target)
-    finally:
-        os.close(here)
 
 
 def _copy(file: FrozenFile, target: Path) -> None:
