@@ -12,7 +12,7 @@ import optstream
 
 WRONG = {
     "no command": ([], "COMMAND"),
-    "unknown command": (["doctor", "."], "doctor"),
+    "unknown command": (["doctors", "."], "doctors"),
     "unknown flag": (["train", "--windows", "64MiB"], "--windows"),
     "abbreviated flag": (["train", "--step", "3"], "--step"),
     "stray word": (["train", "tiny"], "tiny"),
@@ -57,6 +57,10 @@ WRONG = {
     "verify nothing": (["verify"], "CKPT"),
     "inspect nothing": (["inspect"], "CKPT"),
     "export nowhere": (["export", "c"], "OUT"),
+    "doctor of nothing": (["doctor"], "DIR"),
+    "unknown flag of doctor": (["doctor", ".", "--fast"], "--fast"),
+    "ls nothing": (["ls"], "DIR"),
+    "ls of two": (["ls", ".", ".."], ".."),
     "unknown flag of inspect": (["inspect", "c", "--yaml"], "--yaml"),
 }
 

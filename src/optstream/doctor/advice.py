@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -141,29 +142,33 @@ def striping(
     Args:
         directories, disks, settings: one for each usable directory.
     """
-    names = [{disk.name for disk in found} for found in disks]
-    shared = [
-        f"{directories[a]} and {directories[b]} are on one drive, {min(names[a] & names[b])}"
-        for b in range(len(names))
-        for a in range(b)
-        if names[a] & names[b]
-    ]
+    if len(directories) < 2:
+        return []
+    shared = list(_shared(directories, disks))
     if shared:
-        return [f"{text}: striping over them gains nothing; give one of them" for text in shared]
-    rates = [found.bytes_per_s if found else None for found in settings]
-    measured = [rate for rate in rates if rate is not None]
-    listed = ", ".join(f'"{path}"' for path in directories)
-    if len(measured) < len(directories):
-        return [f"directory=[{listed}] stripes windows over all of them"]
+        return shared
+    listed = "directory=[" + ", ".join(f'"{path}"' for path in directories) + "]"
+    rates = [found.bytes_per_s for found in settings if found and found.bytes_per_s]
+    if len(rates) < len(directories):
+        return [f"{listed} stripes windows over them; what that gains was not measured"]
     # every directory gets as many windows as any other, so the slowest sets the pace
-    together, best = len(measured) * min(measured), max(measured)
+    together, best = len(rates) * min(rates), max(rates)
     if together > best:
         return [
-            f"directory=[{listed}]: {together / 1e9:.2f} GB/s together, the slowest sets the pace; "
-            f"the fastest alone has {best / 1e9:.2f} GB/s"
+            f"{listed}: {together / 1e9:.2f} GB/s together, as the slowest sets the pace; the "
+            f"fastest alone has {best / 1e9:.2f} GB/s"
         ]
-    fastest = directories[rates.index(best)]
     return [
-        f"give {fastest} alone: {best / 1e9:.2f} GB/s; striped evenly the slowest would set the "
-        f"pace, {together / 1e9:.2f} GB/s"
+        f"give {directories[rates.index(best)]} alone: {best / 1e9:.2f} GB/s; striped, the slowest "
+        f"would set the pace: {together / 1e9:.2f} GB/s"
     ]
+
+
+def _shared(directories: Sequence[str], disks: Sequence[Sequence[Disk]]) -> Iterator[str]:
+    names = [{disk.name for disk in found} for found in disks]
+    for a, b in itertools.combinations(range(len(names)), 2):
+        if common := names[a] & names[b]:
+            yield (
+                f"{directories[a]} and {directories[b]} are on one drive, {min(common)}: striping "
+                "over them gains nothing; give one"
+            )
