@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from optstream.doctor.advice import Settings, find_warnings, settings_for, striping
+from optstream.doctor.advice import Settings, find_warnings, settings_for
 from optstream.doctor.bandwidth import Bandwidth, Cell
+from optstream.doctor.choice import Choice, choose
 from optstream.doctor.disks import Disk
 from optstream.doctor.probe import Abilities
+from optstream.doctor.report import DirectoryReport, Filesystem
 from optstream.mounts import Mount
 from optstream.plan import NUM_SLOTS, OVERHEAD_BYTES
 from optstream.store.base import PIECE_BYTES
@@ -33,10 +35,6 @@ def bandwidth(**rates: float) -> Bandwidth:
 
 def disk(name: str, backing_file: str = "") -> Disk:
     return Disk(name, "", 2**40, 512, rotational=False, backing_file=backing_file)
-
-
-def settings(rate: float | None) -> Settings:
-    return Settings("direct", 2**28, 4, rate, ())
 
 
 @pytest.mark.parametrize(
@@ -99,29 +97,58 @@ def test_devices_to_be_wary_of() -> None:
     assert "/images/a" in next(find_warnings(None, [disk("loop0", "/images/a")], ABLE))
 
 
-def test_one_directory_is_not_striped() -> None:
-    assert striping(["/a"], [[disk("sda")]], [settings(1e9)]) == []
+def report(
+    path: str, drive: str, rate: float | None, *, free: int = 2**40, refusal: str | None = None
+) -> DirectoryReport:
+    settings = Settings("direct", 2**28, 2 if path == "/a" else 8, rate, ())
+    return DirectoryReport(
+        path=path,
+        tested=path,
+        refusal=refusal,
+        filesystem=Filesystem("ext4", "/dev/" + drive, path, free, None),
+        disks=(disk(drive),),
+        abilities=ABLE,
+        bandwidth=None,
+        conduct=(),
+        settings=None if refusal else settings,
+        warnings=(),
+    )
 
 
-def test_two_directories_on_one_drive() -> None:
-    drives = [[disk("sda")], [disk("sdb")], [disk("sda"), disk("sdc")]]
-    (text,) = striping(["/a", "/b", "/c"], drives, [settings(1e9)] * 3)
-    assert text == "/a and /c are on one drive, sda: striping over them gains nothing; give one"
+def test_no_directory_is_usable() -> None:
+    assert choose([report("/a", "sda", None, refusal="tmpfs")]) is None
+
+
+def test_one_directory_is_usable() -> None:
+    choice = choose([report("/a", "sda", None, refusal="tmpfs"), report("/b", "sda", 1e9)])
+    assert choice == Choice(("/b",), 1e9, 2**40, 2**28, 8, ())
 
 
 def test_alike_drives_are_striped() -> None:
-    (text,) = striping(["/a", "/b"], [[disk("sda")], [disk("sdb")]], [settings(2e9), settings(3e9)])
-    assert text.startswith('directory=["/a", "/b"]: 4.00 GB/s together')
+    choice = choose([report("/a", "sda", 2e9, free=10 * GIB), report("/b", "sdb", 3e9)])
+    assert choice is not None
+    assert choice.directories == ("/a", "/b")
+    assert (choice.bytes_per_s, choice.free_bytes, choice.io_threads) == (4e9, 20 * GIB, 8)
+    assert choice.reasons == (
+        "the fastest alone moves 3.00 GB/s, all 4.00: the slowest sets the pace",
+    )
 
 
 def test_a_slow_drive_would_hold_up_a_fast_one() -> None:
-    (text,) = striping(["/a", "/b"], [[disk("sda")], [disk("sdb")]], [settings(1e9), settings(3e9)])
-    assert text.startswith("give /b alone: 3.00 GB/s")
-    assert "2.00 GB/s" in text
+    choice = choose([report("/a", "sda", 1e9), report("/b", "sdb", 3e9)])
+    assert choice is not None
+    assert (choice.directories, choice.bytes_per_s) == (("/b",), 3e9)
+    assert "2.00 GB/s, /b alone moves 3.00" in choice.reasons[0]
+
+
+def test_directories_on_one_drive_are_not_striped() -> None:
+    choice = choose([report(p, d, 1e9) for p, d in (("/a", "sda"), ("/b", "sdb"), ("/c", "sda"))])
+    assert choice is not None
+    assert choice.directories == ("/a", "/b")
+    assert choice.reasons[0] == ("/c is on sda as /a is: striping over both gains nothing")
 
 
 def test_drives_that_were_not_measured() -> None:
-    (text,) = striping(["/a", "/b"], [[], []], [settings(None), settings(1e9)])
-    assert (
-        text == 'directory=["/a", "/b"] stripes windows over them; what that gains was not measured'
-    )
+    choice = choose([report("/a", "sda", None), report("/b", "sdb", 1e9)])
+    assert choice is not None
+    assert (choice.directories, choice.bytes_per_s) == (("/a", "/b"), None)

@@ -20,6 +20,7 @@ from optstream.units import format_bytes
 
 if TYPE_CHECKING:
     from optstream.doctor.bandwidth import Bandwidth
+    from optstream.doctor.choice import Choice
     from optstream.doctor.report import DirectoryReport, Limits
 
 SUMMARY = "say whether directories can hold state, how fast, and with which settings"
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine each directory, print what was found; 0 if all are usable."""
-    from optstream.doctor.advice import striping
+    from optstream.doctor.choice import choose
     from optstream.doctor.report import examine, find_limits
     from optstream.store.checks import distinct
 
@@ -53,13 +54,8 @@ def run(args: argparse.Namespace) -> int:
         for path in distinct(args.directories):
             with measuring(str(path)) as progress:
                 reports.append(examine(path, limits, None if args.quick else progress))
-    usable = [report for report in reports if report.usable]
-    stripes = striping(
-        [report.path for report in usable],
-        [report.disks for report in usable],
-        [report.settings for report in usable],
-    )
-    text = _json(reports, limits, stripes) if args.json else _text(reports, limits, stripes)
+    choice = choose(reports)
+    text = _json(reports, limits, choice) if args.json else _text(reports, limits, choice)
     sys.stdout.write(text + "\n")
     refusals = [report.refusal for report in reports if report.refusal]
     if refusals:
@@ -67,21 +63,33 @@ def run(args: argparse.Namespace) -> int:
     return 1 if refusals else 0
 
 
-def _json(reports: list[DirectoryReport], limits: Limits, stripes: list[str]) -> str:
+def _json(reports: list[DirectoryReport], limits: Limits, choice: Choice | None) -> str:
     facts: dict[str, Any] = {
         "directories": [{**asdict(report), "usable": report.usable} for report in reports],
         "limits": asdict(limits),
-        "striping": stripes,
+        "use": asdict(choice) if choice else None,
     }
     return json.dumps(facts, indent=1)
 
 
-def _text(reports: list[DirectoryReport], limits: Limits, stripes: list[str]) -> str:
+def _text(reports: list[DirectoryReport], limits: Limits, choice: Choice | None) -> str:
     parts = ["\n".join(_lines(report)) for report in reports]
     parts.append("this process\n" + _indent(align(list(_limit_rows(limits)))))
-    if stripes:
-        parts.append("several directories\n" + _indent("\n".join(stripes)))
+    if choice:
+        parts.append("use\n" + _indent("\n".join(_use(choice))))
     return "\n\n".join(parts)
+
+
+def _use(choice: Choice) -> Iterator[str]:
+    paths = [json.dumps(path, ensure_ascii=False) for path in choice.directories]
+    where = paths[0] if len(paths) == 1 else f"[{', '.join(paths)}]"
+    yield (
+        f'offload(optimizer, {where}, window="{_size(choice.window_bytes)}", '
+        f"io_threads={choice.io_threads})"
+    )
+    if choice.bytes_per_s:
+        yield f"a step then takes {2 * 2**30 / choice.bytes_per_s:.2f} s for each GiB of state"
+    yield from choice.reasons
 
 
 def _lines(report: DirectoryReport) -> Iterator[str]:
@@ -96,15 +104,8 @@ def _lines(report: DirectoryReport) -> Iterator[str]:
         yield "  offload would"
         yield _indent("\n".join(report.conduct), 4)
     if report.settings:
-        settings = report.settings
-        yield "  use"
-        yield (
-            f'    offload(optimizer, "{report.path}", window="{_size(settings.window_bytes)}", '
-            f'io_threads={settings.io_threads}, store="{settings.store}")'
-        )
-        yield _indent("\n".join(settings.reasons), 4)
-        if settings.bytes_per_s:
-            yield f"    a step takes {2 * 2**30 / settings.bytes_per_s:.2f} s for each GiB of state"
+        yield "  settings"
+        yield _indent("\n".join(report.settings.reasons), 4)
     for warning in report.warnings:
         yield f"  warning: {warning}"
 

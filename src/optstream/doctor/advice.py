@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -130,45 +129,3 @@ def find_warnings(
             "files here cannot be linked, so that a checkpoint copies the state; "
             "ext4, XFS and btrfs can"
         )
-
-
-def striping(
-    directories: Sequence[str],
-    disks: Sequence[Sequence[Disk]],
-    settings: Sequence[Settings | None],
-) -> list[str]:
-    """Return what several directories do together: windows are striped over them evenly.
-
-    Args:
-        directories, disks, settings: one for each usable directory.
-    """
-    if len(directories) < 2:
-        return []
-    shared = list(_shared(directories, disks))
-    if shared:
-        return shared
-    listed = "directory=[" + ", ".join(f'"{path}"' for path in directories) + "]"
-    rates = [found.bytes_per_s for found in settings if found and found.bytes_per_s]
-    if len(rates) < len(directories):
-        return [f"{listed} stripes windows over them; what that gains was not measured"]
-    # every directory gets as many windows as any other, so the slowest sets the pace
-    together, best = len(rates) * min(rates), max(rates)
-    if together > best:
-        return [
-            f"{listed}: {together / 1e9:.2f} GB/s together, as the slowest sets the pace; the "
-            f"fastest alone has {best / 1e9:.2f} GB/s"
-        ]
-    return [
-        f"give {directories[rates.index(best)]} alone: {best / 1e9:.2f} GB/s; striped, the slowest "
-        f"would set the pace: {together / 1e9:.2f} GB/s"
-    ]
-
-
-def _shared(directories: Sequence[str], disks: Sequence[Sequence[Disk]]) -> Iterator[str]:
-    names = [{disk.name for disk in found} for found in disks]
-    for a, b in itertools.combinations(range(len(names)), 2):
-        if common := names[a] & names[b]:
-            yield (
-                f"{directories[a]} and {directories[b]} are on one drive, {min(common)}: striping "
-                "over them gains nothing; give one"
-            )
