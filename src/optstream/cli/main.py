@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import optstream
-from optstream.cli import doctor, export, inspect, ls, train, verify
+from optstream.cli import doctor, export, inspect, ls, plan, train, verify
 from optstream.cli.parser import Parser
 from optstream.errors import OffloadError
 from optstream.training.stop import Stopped
@@ -20,6 +20,7 @@ COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "doctor": doctor,
     "ls": ls,
+    "plan": plan,
     "inspect": inspect,
     "verify": verify,
     "export": export,

@@ -33,6 +33,22 @@ def window_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def size(text: str) -> int:
+    """Parse a size that is not nothing."""
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if num_bytes == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is nothing; give a size above 0")
+    return num_bytes
+
+
+def bytes_per_s(text: str) -> int:
+    """Parse a rate: a size, with "/s" behind it or not."""
+    return size(text.removesuffix("/s"))
+
+
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a parser of whole numbers in a range, its ends included."""
 
