@@ -196,25 +196,27 @@ def test_no_directory(drive_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_told_what_it_cannot_see(holder: Holder, drive_path: Path) -> None:
     holder("nameless")
-    directory = drive_path
-    while directory != directory.parent and directory.stat().st_uid == os.geteuid():
-        directory.chmod(directory.stat().st_mode | 0o055)
-        directory = directory.parent
     code = (
-        "import os, sys; os.setgid(65534); os.setuid(65534)\n"
+        "import os, sys\n"
         "from pathlib import Path\n"
         "from optstream.doctor.listing import list_directory\n"
+        "os.setgid(65534), os.setuid(65534)\n"
         "listing = list_directory(Path(sys.argv[1]), purge=True)\n"
         "print(len(listing.here), listing.num_hidden > 0)"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(drive_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "PermissionError" in found.stderr:
-        pytest.skip("another user cannot reach the package here")
+    private = [path for path in (drive_path, *drive_path.parents) if path.stat().st_mode & 5 != 5]
+    modes = [path.stat().st_mode for path in private]
+    for path in private:
+        path.chmod(0o755)
+    try:
+        found = subprocess.run(
+            [sys.executable, "-c", code, str(drive_path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        for path, mode in zip(private, modes, strict=True):
+            path.chmod(mode)
     assert found.stdout == "0 True\n", found.stderr

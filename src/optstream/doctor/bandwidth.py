@@ -14,7 +14,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,17 +149,17 @@ class _Trial:
         num_pieces: int | None = None,
     ) -> tuple[int, float]:
         """Move pieces 0, 1, 2, ... for so long, or so many; return their number and seconds."""
+        indices: Iterator[int]
         indices = itertools.count() if num_pieces is None else iter(range(num_pieces))
         start = time.perf_counter()
 
         def work(buffer: memoryview) -> int:
             count = 0
-            while time.perf_counter() < start + seconds:
-                index = next(indices, None)
-                if index is None:
-                    break
+            for index in indices:
                 move(index, buffer[:piece_bytes])
                 count += 1
+                if time.perf_counter() > start + seconds:
+                    break
             return count
 
         with ThreadPoolExecutor(num_threads) as pool:
