@@ -31,6 +31,18 @@ def test_everything_is_in_the_object(command):
     assert [check["fits"] for check in facts["checks"]] == [True, True, True]
 
 
+def test_ram_saves_traffic_and_is_part_of_the_advice(command):
+    without, with_ram = (
+        json.loads(command("plan", "1B", "--json", *ram).out)["rank"]
+        for ram in ((), ("--ram", "40%"))
+    )
+    assert without["resident_bytes"] == 0
+    assert with_ram["resident_bytes"] > 0.35 * with_ram["state_bytes"]
+    saved = without["written_bytes_per_step"] - with_ram["written_bytes_per_step"]
+    assert saved == with_ram["resident_bytes"]
+    assert ', ram="40%")' in command("plan", "1B", "--ram", "40%").out
+
+
 def test_what_does_not_fit_is_an_error_with_advice(command):
     outcome = command("plan", "7B", "--space", "100GiB", "--memory", "600MiB")
     assert outcome.code == 1

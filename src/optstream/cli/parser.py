@@ -60,6 +60,17 @@ def ram_budget(text: str) -> str:
     return text
 
 
+def budget(text: str) -> str:
+    """Check what may stay in memory on another machine, whose "auto" nobody knows."""
+    from optstream.ram import parse_budget  # with torch
+
+    try:
+        parse_budget(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a parser of whole numbers in a range, its ends included."""
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optstream.cli.parser import bytes_per_s, number_above, size, window_size
+from optstream.cli.parser import budget, bytes_per_s, number_above, size, window_size
 from optstream.cli.table import align
 from optstream.training.config import DTYPES
 from optstream.units import format_bytes
@@ -69,6 +69,13 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         help="state in memory together (default: 256MiB)",
     )
     group.add_argument(
+        "--ram",
+        type=budget,
+        default="0",
+        metavar="SIZE|PERCENT",
+        help='state that stays in memory between steps, "8GiB" or "25%%" of it (default: 0)',
+    )
+    group.add_argument(
         "--step-time",
         type=number_above(0),
         metavar="SECONDS",
@@ -107,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     from optstream.estimate.models import read_model
     from optstream.estimate.node import Node, read_node
     from optstream.estimate.optimizers import make_optimizer
+    from optstream.ram import parse_budget
 
     node = read_node(args.doctor) if args.doctor else Node()
     node = node.given(bytes_per_s=args.bandwidth, space_bytes=args.space, memory_bytes=args.memory)
@@ -114,8 +122,9 @@ def run(args: argparse.Namespace) -> int:
         model = read_model(args.model, getattr(torch, args.dtype))
         optimizer = make_optimizer(args.optimizer, model.module)
         specs = describe_all(model.module, optimizer, args.device)
-        plan = make_plan(specs, args.window_bytes)
-        estimate = Estimate(plan, node, 1, args.step_time, args.endurance)
+        ram = parse_budget(args.ram)
+        plan = make_plan(specs, args.window_bytes, ram)
+        estimate = Estimate(plan, node, 1, ram, args.step_time, args.endurance)
         checks = estimate.checks
     facts = _facts(args, model, estimate)
     text = json.dumps(facts, indent=1) if args.json else _text(args, model, estimate)
@@ -150,7 +159,8 @@ def _facts(args: argparse.Namespace, model: ModelShape, estimate: Estimate) -> d
         "weights_bytes": model.num_bytes,
         "rank": {
             "num_windows": plan.num_windows,
-            "largest_window_bytes": plan.slot_bytes,
+            "largest_window_bytes": plan.largest_bytes,
+            "resident_bytes": plan.resident_bytes,
             "state_bytes": plan.state_bytes,
             "drive_bytes": estimate.drive_bytes,
             "peak_host_bytes": plan.peak_host_bytes,
@@ -190,14 +200,18 @@ def _rank_rows(
     plan = estimate.plan
     per_param = plan.state_bytes / model.num_params
     yield "state", f"{format_bytes(plan.state_bytes)}, {per_param:.2f} bytes a parameter"
-    large = f", the largest {format_bytes(plan.slot_bytes)}"
+    large = f", the largest {format_bytes(plan.largest_bytes)}"
     yield (
         "drive",
         f"{format_bytes(estimate.drive_bytes)} in {plan.num_windows} windows"
-        f"{large if plan.slot_bytes > args.window_bytes else ''}; as much again for each "
+        f"{large if plan.largest_bytes > args.window_bytes else ''}; as much again for each "
         "checkpoint that is kept",
     )
-    yield "host", f"at most {format_bytes(plan.peak_host_bytes)}"
+    kept = f", {format_bytes(plan.resident_bytes)} of it state that stays"
+    yield (
+        "host",
+        f"at most {format_bytes(plan.peak_host_bytes)}{kept if plan.num_resident else ''}",
+    )
     if args.device != "cpu":
         yield "device", f"at most {format_bytes(plan.peak_device_bytes)}"
     yield (
@@ -230,8 +244,10 @@ def _use(args: argparse.Namespace, estimate: Estimate) -> str:
     directories = [json.dumps(path) for path in estimate.node.directories]
     where = f"[{', '.join(directories)}]" if len(directories) > 1 else "".join(directories) or "DIR"
     threads = estimate.node.io_threads
+    ram = f', ram="{args.ram}"' if estimate.plan.num_resident else ""
     return (
         f'optstream.offload(optimizer, {where}, model=model, window="{_size(args.window_bytes)}"'
+        + ram
         + (f", io_threads={threads})" if threads else ")")
     )
 

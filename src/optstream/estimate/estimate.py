@@ -14,8 +14,10 @@ from optstream.estimate.node import Node
 from optstream.headers import window_files
 from optstream.params import Describer, parameter_names, unplanned
 from optstream.plan import ParamSpec, Plan
+from optstream.ram import Budget
 from optstream.units import format_bytes
 
+NONE = Budget()
 MAX_WINDOWS = 100_000
 _SMALLEST_WINDOW_BYTES = 8 * 2**20
 _DAY_S = 86400
@@ -41,8 +43,8 @@ def describe_all(model: nn.Module, optimizer: Optimizer, device: str) -> list[Pa
     ]
 
 
-def make_plan(specs: Sequence[ParamSpec], window_bytes: int) -> Plan:
-    """Return the plan of parameters in windows of a size.
+def make_plan(specs: Sequence[ParamSpec], window_bytes: int, budget: Budget = NONE) -> Plan:
+    """Return the plan of parameters in windows of a size, some of which stay in memory.
 
     Raises:
         ConfigError: so many windows that no process could have a file for each.
@@ -53,7 +55,8 @@ def make_plan(specs: Sequence[ParamSpec], window_bytes: int) -> Plan:
             f"{format_bytes(state_bytes)} of state are {state_bytes // window_bytes} windows of "
             f"{format_bytes(window_bytes)}, and each is an open file; give a larger --window"
         )
-    return Plan(window_bytes).extended(specs)
+    plan = Plan(window_bytes).extended(specs)
+    return plan.with_resident(budget.of(plan))
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,14 @@ class Estimate:
         node: what is known of it.
         ranks_per_node: ranks that share its drives and memory.
         step_s: seconds a whole step takes; None: not known.
+        budget: of memory for windows that stay, as in the plan.
         endurance_bytes: that may be written to the node's drives in their life; None: not known.
     """
 
     plan: Plan
     node: Node
     ranks_per_node: int
+    budget: Budget = NONE
     step_s: float | None = None
     endurance_bytes: int | None = None
 
@@ -150,11 +155,12 @@ class Estimate:
         assert self.node.memory_bytes is not None
         window_bytes = self.plan.window_bytes // 2
         while window_bytes >= _SMALLEST_WINDOW_BYTES:
-            smaller = make_plan(self.plan.params, window_bytes)
+            smaller = make_plan(self.plan.params, window_bytes, self.budget)
             if self.ranks_per_node * smaller.peak_host_bytes <= self.node.memory_bytes:
                 return f"give --window {window_bytes >> 20}MiB"
             window_bytes //= 2
-        return "no window is small enough; give fewer ranks a node, or more memory"
+        less = "less --ram, " if self.plan.num_resident else ""
+        return f"no window is small enough; give {less}fewer ranks a node, or more memory"
 
 
 def _check(what: str, needed: int, available: int, advice: str) -> Check:
