@@ -32,7 +32,7 @@ from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIO
 from optstream.loading import Loader
 from optstream.plan import Plan, parse_window_bytes
 from optstream.ram import Ram
-from optstream.report import Reporter, StepReport
+from optstream.report import Reporter, StepReport, process_rank
 from optstream.rule import check_optimizer
 from optstream.state import StreamedState
 from optstream.state_view import StateView
@@ -96,7 +96,7 @@ def offload(
             optimizer, opened, io_threads, window_bytes, budget, master_weights, model
         )
         undo.callback(state.stream.close)
-        reporter = Reporter(type(optimizer).__name__, 0, metrics)
+        reporter = Reporter(type(optimizer).__name__, process_rank(), metrics)
         undo.callback(reporter.close)
         streamed = StreamedOptimizer(optimizer, state, reporter)
         undo.pop_all()

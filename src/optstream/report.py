@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import torch.distributed as dist
+
 from optstream.errors import ConfigError
 from optstream.memory import read_memory
 from optstream.units import format_bytes
@@ -64,6 +66,11 @@ class StepReport:
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
             f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
         )
+
+
+def process_rank() -> int:
+    """Return this process's rank in the default process group, or 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class Reporter:

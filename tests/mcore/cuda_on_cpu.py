@@ -6,7 +6,8 @@ before every reduction of gradients. Without a GPU each of these raises. Inside 
 
 * `device='cuda'` means the CPU for every torch function, and so does `current_device()`;
 * `tensor.cuda()` returns the tensor, `tensor.type()` answers as that of a CUDA tensor would;
-* streams and events do nothing, and the CUDA random state is the CPU's.
+* streams and events do nothing, and the CUDA random state is the CPU's;
+* `all_gather` takes tensors of different sizes, as NCCL does and gloo does not.
 
 Nothing is computed differently: kernels are torch's for the CPU, the process group must be gloo.
 `torch.cuda.is_available()` and `Tensor.is_cuda` stay False. Redirected arguments and names hold in
@@ -26,6 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_gloo_all_gather = torch.distributed.all_gather
 
 
 def _is_cuda(value: object) -> bool:
@@ -68,6 +70,25 @@ class _Idle:
         return True
 
 
+def _gather_uneven(gathered: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+    """Gather flat tensors of any sizes, through padded ones of one size."""
+    size = max(tensor.numel() for tensor in gathered)
+    padded = own.new_zeros(size)
+    padded[: own.numel()] = own
+    received = [own.new_empty(size) for _ in gathered]
+    _gloo_all_gather(received, padded, group=group)
+    for tensor, whole in zip(gathered, received, strict=True):
+        tensor.copy_(whole[: tensor.numel()].view(tensor.shape))
+
+
+def _all_gather(
+    gathered: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any
+) -> Any:
+    if len({tensor.numel() for tensor in gathered}) == 1:
+        return _gloo_all_gather(gathered, own, group=group, **more)
+    return _gather_uneven(gathered, own, group)
+
+
 def _patches() -> Iterator[tuple[Any, str, Any]]:
     def get_state(device: Any = "cuda") -> torch.Tensor:
         return torch.get_rng_state()
@@ -87,6 +108,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for module in (cuda, cuda.random):
         yield module, "get_rng_state", get_state
         yield module, "set_rng_state", set_state
+    yield torch.distributed, "all_gather", _all_gather
     # megatron-core keeps its own setter, which talks to the CUDA generators
     tracker = sys.modules.get("megatron.core.tensor_parallel.random")
     if tracker is not None:

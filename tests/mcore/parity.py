@@ -42,7 +42,7 @@ def equal_bits(recipe: Recipe) -> None:
         reports = handle.reports.values()
         applied = sum(step[0] for step in steps)
         assert all(report is not None and report.step == applied for report in reports)
-        assert any(report is not None and report.num_windows > 3 for report in reports)
+        assert any(report is not None and report.num_windows > 1 for report in reports)
 
 
 def float16_adam() -> None:

@@ -19,7 +19,7 @@ from optstream.integrations.megatron.arguments import (
 from optstream.integrations.megatron.child import StreamedChild
 from optstream.integrations.megatron.held import children
 from optstream.integrations.megatron.requirements import validate
-from optstream.report import StepReport
+from optstream.report import StepReport, process_rank
 
 log = logging.getLogger("optstream")
 
@@ -88,7 +88,7 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
         return None
     if hasattr(optimizer, "optstream"):
         raise ConfigError("setup() was called for this optimizer already; once is enough")
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = process_rank()
     directory = state_directory(args, role, rank)
     metrics = getattr(args, "stream_optimizer_state_metrics_dir", None)
     names = _names(optimizer)
@@ -141,8 +141,7 @@ def _metrics_file(directory: str | None, role: str, rank: int, label: str) -> Pa
 
 
 def _of_rank(path: str | Path) -> Path:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return Path(path) / f"rank{rank:05d}"
+    return Path(path) / f"rank{process_rank():05d}"
 
 
 def _barrier() -> None:
