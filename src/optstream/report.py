@@ -34,8 +34,10 @@ class StepReport:
         read_bytes, written_bytes: moved from and to the drive since the last report.
         read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
         write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
-        side). total_s: time in `step()`. anon_bytes, file_bytes: of this process, at the end of the
-        step. limit_bytes: the smallest memory limit of its cgroups; None without one.
+        side). exchanged_bytes: parameters' bytes sent to and taken from other ranks.
+        exchange_wait_s: time in which `step()` did nothing but wait for other ranks. total_s: time
+        in `step()`. anon_bytes, file_bytes: of this process, at the end of the step. limit_bytes:
+        the smallest memory limit of its cgroups; None without one.
     """
 
     step: int
@@ -46,18 +48,30 @@ class StepReport:
     read_wait_s: float
     write_wait_s: float
     update_s: float
+    exchanged_bytes: int
+    exchange_wait_s: float
     total_s: float
     anon_bytes: int
     file_bytes: int
     limit_bytes: int | None
 
     def __str__(self) -> str:
+        ranks = f", for ranks {self.exchange_wait_s:.3f}" if self.exchanged_bytes else ""
         return (
             f"step {self.step}: {self.num_windows} windows, read {format_bytes(self.read_bytes)}, "
             f"written {format_bytes(self.written_bytes)}, {self.total_s:.3f} s "
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
-            f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
+            f"for writes {self.write_wait_s:.3f}{ranks}), "
+            f"anonymous memory {format_bytes(self.anon_bytes)}"
         )
+
+
+def metrics_path(metrics: str | os.PathLike[str] | None, rank: int, size: int) -> Path | None:
+    """Return the file of one of several ranks: `run.rank00000.jsonl` for `run.jsonl`."""
+    if metrics is None or size == 1:
+        return None if metrics is None else Path(metrics)
+    path = Path(metrics)
+    return path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
 
 
 class Reporter:

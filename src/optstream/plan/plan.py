@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from optstream.errors import ConfigError
@@ -34,20 +34,23 @@ log = logging.getLogger("optstream")
 
 @dataclass(frozen=True)
 class Plan:
-    """All windows and their cost; `extended` gives the plan with more parameters."""
+    """All windows and their cost; `extended` gives the plan with more parameters.
+
+    Attributes:
+        exchange_bytes: buffers for what is sent to other ranks.
+    """
 
     window_bytes: int
     params: tuple[ParamSpec, ...] = ()
     windows: tuple[Window, ...] = ()
     in_place: bool = False
+    exchange_bytes: int = 0
 
     def extended(self, params: Sequence[ParamSpec]) -> Plan:
         """Return this plan with windows for more parameters behind the ones it has."""
         windows = tuple(build_windows(params, len(self.params), self.window_bytes))
         _report_large_windows(windows, params, len(self.params), self.window_bytes)
-        return Plan(
-            self.window_bytes, self.params + tuple(params), self.windows + windows, self.in_place
-        )
+        return replace(self, params=self.params + tuple(params), windows=self.windows + windows)
 
     @property
     def num_windows(self) -> int:
@@ -86,7 +89,7 @@ class Plan:
     def peak_host_bytes(self) -> int:
         """The most anonymous host memory ever used above the model and its gradients."""
         stored = self.data_bytes if self.in_place else self.num_slots * self.slot_bytes
-        return stored + self._working_bytes("cpu") + OVERHEAD_BYTES
+        return stored + self._working_bytes("cpu") + self.exchange_bytes + OVERHEAD_BYTES
 
     @cached_property
     def peak_device_bytes(self) -> int:
