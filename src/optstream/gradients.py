@@ -130,7 +130,7 @@ def _norms(ranks: Ranks, shares: Shares, params: Params, norm_type: float) -> li
         if shares.owners[index] == ranks.rank and param.grad is not None
     ]
     if mine:
-        found = torch.stack([torch.linalg.vector_norm(g, norm_type).double() for _, g in mine])
+        found = torch.stack([_norm(grad, norm_type).double() for _, grad in mine])
         rows = [row for row, _ in mine]
         table[rows] = torch.stack([found.cpu(), torch.ones(len(mine), dtype=torch.float64)], dim=1)
     ranks.add_up(table)
@@ -140,6 +140,12 @@ def _norms(ranks: Ranks, shares: Shares, params: Params, norm_type: float) -> li
         for (norm, there), param in zip(table, params.values(), strict=True)
         if there
     ]
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    if not grad.numel():
+        return grad.new_zeros(())  # torch knows no largest element of nothing
+    return torch.linalg.vector_norm(grad, norm_type)
 
 
 def _params(optimizer: StreamedOptimizer, shares: Shares) -> Params:

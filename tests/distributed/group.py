@@ -63,7 +63,8 @@ def _rank(
 def processes() -> Any:
     """Return a context whose processes are forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["optstream.wrap", "optstream.gradients", "optstream.muon"])
+    # torch imports the latter when its first optimizer is made, which takes a second
+    context.set_forkserver_preload(["optstream.gradients", "optstream.muon", "torch._dynamo"])
     return context
 
 

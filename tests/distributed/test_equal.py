@@ -24,7 +24,11 @@ from distributed.programs import (
 )
 
 STEPS = 3
-CASES = [(name, dtype) for name in MAKES for dtype in (torch.float32, torch.bfloat16)]
+CASES = [
+    ("adamw", torch.float32),
+    ("sgd", torch.bfloat16),
+    ("muon", torch.bfloat16),
+]
 
 
 def train_all(directory: Path) -> list[Any]:
@@ -33,12 +37,13 @@ def train_all(directory: Path) -> list[Any]:
     for name, dtype in CASES:
         model = make_model(dtype)
         with offloaded(MAKES[name], model, directory) as optimizer:
-            seen = []
+            seen, reports = [], []
             for step in range(STEPS):
                 set_gradients(list(model.parameters()), step)
                 optimizer.step()
                 seen.append(copies(model))
-            results.append((seen, optimizer.report))
+                reports.append(optimizer.report)
+            results.append((seen, reports))
     return results
 
 
@@ -50,13 +55,13 @@ def test_steps_are_those_of_one_process(
     for index, (name, dtype) in enumerate(CASES):
         expected = list(plain_steps(MAKES[name], make_model(dtype), STEPS))
         for rank, results in enumerate(by_rank):
-            seen, report = results[index]
+            seen, reports = results[index]
             for step, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
                 assert not differing(found, wanted), (name, dtype, rank, step)
-            assert report.rank == rank
-            assert report.num_windows > 0
-            assert report.written_bytes > 0
-    assert not (tmp_path / "state").exists()
+            assert {report.rank for report in reports} == {rank}
+            assert all(report.num_windows > 0 for report in reports)
+            assert sum(report.written_bytes for report in reports) > 0
+    assert not list(tmp_path.glob("state/*"))
 
 
 class Tower(nn.Module):
@@ -120,4 +125,5 @@ def test_without_a_group_every_rank_keeps_everything(
     *_, expected = plain_steps(MAKES["adamw"], make_model(), STEPS)
     for found, state_bytes in ranks(2, forgets_the_group, tmp_path):
         assert not differing(found, expected)
-        assert state_bytes == sum(2 * param.nbytes for param in make_model().parameters())
+        # what has no dimensions stays in memory
+        assert state_bytes == sum(2 * p.nbytes for p in make_model().parameters() if p.dim())

@@ -75,7 +75,7 @@ def norms(directory: Path, dtype: torch.dtype) -> Any:
     found = []
     for norm_type in (2.0, 1.0, torch.inf):
         model = make_model(dtype)
-        params = list(model.parameters())
+        params = [param for param in model.parameters() if param.numel()]  # torch's inf needs one
         with offloaded(MAKES["adamw"], model, directory) as optimizer:
             set_gradients(params, 0)
             params[2].grad = None

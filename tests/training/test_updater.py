@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from optstream.distributed.ranks import Ranks
 from optstream.training.optimizers import Rates, build_adamw, decay_groups
 from optstream.training.updater import InMemory, StepCost
 
@@ -16,7 +17,7 @@ def make_module(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def in_memory(module: torch.nn.Module, lr: float = 0.01) -> InMemory:
-    return InMemory(partial(build_adamw, module, Rates(lr, lr), 0.1), module)
+    return InMemory(partial(build_adamw, module, Rates(lr, lr), 0.1), module, Ranks(None))
 
 
 def set_grads(module: torch.nn.Module, step: int) -> None:

@@ -4,9 +4,9 @@ A parameter is kept whole by one rank: Newton-Schulz needs the matrix. What a st
 the operations of its updates and the bytes of its drive; both are balanced at once. The most loaded
 of 2 to 64 ranks has of either
 
-    at most 1.25 x max(mean, largest parameter)
+    at most 1.3 x max(mean, largest parameter)
 
-on the shapes of Llama-8B and Qwen3-30B-A3B (tests/distributed/test_ownership.py): up to 1.13 times
+on the shapes of Llama-8B and Qwen3-30B-A3B (tests/distributed/test_ownership.py): up to 1.15 times
 the mean on up to 8 ranks, while on many ranks the embedding alone is more than the mean.
 """
 

@@ -58,11 +58,12 @@ class Place:
                 return lock
 
     def release(self) -> None:
-        """Remove the folder, if it is empty, and give up the lock, also for forked children."""
+        """Remove the folder, if it is empty, and give up the lock, also for forked children.
+
+        Folders above that were made for it go too, unless other ranks are still there.
+        """
         if self._lock >= 0:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
-            remove_directories(self._made)
+            remove_directories([*(path for path in self._made if path != self.path), self.path])
             lock, self._lock = self._lock, -1
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
