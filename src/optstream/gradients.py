@@ -110,7 +110,7 @@ def clip_grad_norm_(
     held = [param for param in params.values() if param.grad is not None]
     if not norms:
         return torch.tensor(0.0)
-    total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    total = _norm(torch.stack(norms), float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
@@ -145,7 +145,8 @@ def _norms(ranks: Ranks, shares: Shares, params: Params, norm_type: float) -> li
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
     if not grad.numel():
         return grad.new_zeros(())  # torch knows no largest element of nothing
-    return torch.linalg.vector_norm(grad, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type)
+    return norm
 
 
 def _params(optimizer: StreamedOptimizer, shares: Shares) -> Params:

@@ -66,22 +66,25 @@ class StepReport:
         )
 
 
-def metrics_path(metrics: str | os.PathLike[str] | None, rank: int, size: int) -> Path | None:
+def metrics_path(metrics: str | os.PathLike[str], rank: int, num_ranks: int) -> Path:
     """Return the file of one of several ranks: `run.rank00000.jsonl` for `run.jsonl`."""
-    if metrics is None or size == 1:
-        return None if metrics is None else Path(metrics)
     path = Path(metrics)
+    if num_ranks == 1:
+        return path
     return path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
 
 
 class Reporter:
     """Makes the reports of one optimizer; counts from one step's end to the next's."""
 
-    def __init__(self, name: str, rank: int, metrics: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self, name: str, rank: int, num_ranks: int, metrics: str | os.PathLike[str] | None
+    ) -> None:
         """Open the JSONL file, if any, for appending.
 
         Args:
             name: of the wrapped optimizer's class, for the log line.
+            metrics: of all ranks; see `metrics_path`.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -93,7 +96,7 @@ class Reporter:
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
-                self._file = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115
+                self._file = metrics_path(metrics, rank, num_ranks).open("a", encoding="utf-8")
             except (OSError, TypeError, ValueError) as error:
                 cause = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(

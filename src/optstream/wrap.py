@@ -16,7 +16,7 @@ from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError
 from optstream.optimizer import StreamedOptimizer
 from optstream.plan import parse_window_bytes
-from optstream.report import Reporter, metrics_path
+from optstream.report import Reporter
 from optstream.roster import Roster
 from optstream.rule import check_optimizer
 from optstream.state import StreamedState
@@ -91,7 +91,7 @@ def offload(
             state = StreamedState(optimizer, roster, ranks, opened, io_threads)
             undo.callback(state.stream.close)
             name = f"{role} {type(optimizer).__name__}".strip()
-            reporter = Reporter(name, ranks.rank, metrics_path(metrics, ranks.rank, ranks.size))
+            reporter = Reporter(name, ranks.rank, ranks.size, metrics)
             undo.callback(reporter.close)
             streamed = StreamedOptimizer(optimizer, state, reporter, places)
         undo.pop_all()

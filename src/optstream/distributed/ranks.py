@@ -61,7 +61,7 @@ class Ranks:
         if self.size > 1:
             # of its own, so that nothing the program sends meanwhile gets between
             self._messages = self._new_group("gloo")
-            backend = dist.get_backend(group)
+            backend: str = dist.get_backend(group)
             if backend == dist.Backend.UNDEFINED:  # one a device
                 backend = dist.get_backend_config(group)
             self._values = self._new_group(backend)

@@ -123,5 +123,5 @@ def held_out_loss(job: Job) -> float:
     for batch in itertools.islice(batches, job.ranks.rank, None, job.ranks.size):
         total += _loss(job.model, batch, reduction="sum").item()
         num_tokens += batch[:, 1:].numel()
-    totals, counts = zip(*job.ranks.gather((total, num_tokens)), strict=True)
-    return sum(totals) / sum(counts)
+    shares = job.ranks.gather((total, num_tokens))
+    return sum(share[0] for share in shares) / sum(share[1] for share in shares)

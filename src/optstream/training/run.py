@@ -76,7 +76,9 @@ def train(config: TrainConfig, stop: StopRequest, observer: Observer, ranks: Ran
     require_modules(("transformers", "tokenizers"), extra="train", what="optstream train")
     check_ranks(config, ranks)
     check_model_name(config.model)
-    config = replace(config, metrics=metrics_path(config.metrics, ranks.rank, ranks.size))
+    if config.metrics is not None:
+        own = metrics_path(config.metrics, ranks.rank, ranks.size)
+        config = replace(config, metrics=own)
     _check_metrics(config)
     if config.state_dir is not None:
         check_state_directory(config.state_dir)
