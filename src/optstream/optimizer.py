@@ -121,7 +121,7 @@ class StreamedOptimizer(Optimizer):
             "exchange_wait_s": self._state.exchange_wait_s,
             "total_s": self._total_s,
         }
-        self.report = self._reporter.report(num_windows, totals)
+        self.report = self._reporter.report(num_windows, self.plan.resident_bytes, totals)
 
     def _check_writes(self) -> None:
         """Raise what could not be written, now that the step is complete."""

@@ -38,12 +38,11 @@ class Roster:
         optimizer: Optimizer,
         ranks: Ranks,
         window_bytes: int,
-        in_place: bool,
         master_weights: bool,
         model: nn.Module | None,
     ) -> None:
         exchange_bytes = EXCHANGE_BYTES if ranks.size > 1 else 0
-        self.plan = Plan(window_bytes, in_place=in_place, exchange_bytes=exchange_bytes)
+        self.plan = Plan(window_bytes, exchange_bytes=exchange_bytes)
         self.shares = Shares.none(ranks.size)
         self.own: list[int] = []
         self.describer = Describer(optimizer, master_weights)
@@ -114,15 +113,16 @@ class Roster:
                     state[param] = True
         return list(unplanned(self.shares.places, groups, state))
 
-    def extend(self, wanted: Iterable[Sequence[Place]], reserve: Callable[[Plan], None]) -> None:
+    def extend(self, wanted: Iterable[Sequence[Place]], reserve: Callable[[Plan], Plan]) -> None:
         """Give parameters that any rank wants a place in its keeper's plan.
 
         Args:
             wanted: by each rank.
-            reserve: makes room for the windows that a plan has more than the current one.
+            reserve: makes room for the windows that a plan has more than the current one, and says
+                which of them are resident.
 
         Raises:
-            StoreError: the store cannot hold it; nothing was changed.
+            StoreError: the store, or memory, cannot hold it; nothing was changed.
             RankError: another rank's cannot.
         """
         places = sorted({place for each in wanted for place in each})
@@ -132,9 +132,8 @@ class Roster:
         costs = [self._cost(spec) for spec in specs]
         owners = self.shares.owners_of(costs, [False] * len(specs))
         mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]
-        plan = self.plan.extended([specs[i] for i in mine])
         with self._ranks.together():
-            reserve(plan)
+            plan = reserve(self.plan.extended([specs[i] for i in mine]))
         own = [*self.own, *(len(self.shares.places) + i for i in mine)]
         new = plan.windows[self.plan.num_windows :]
         windows = self._ranks.gather([tuple(_parts(window, own)) for window in new])
@@ -144,10 +143,12 @@ class Roster:
                 self._pieces[piece.param].append((number, piece))
         self.plan, self.own = plan, own
         log.info(
-            "%s: %d windows, %s of state, at most %s of host memory",
+            "%s: %d windows, %s of state, %d of them (%s) resident, at most %s of host memory",
             type(self._optimizer).__name__,
             plan.num_windows,
             format_bytes(plan.state_bytes),
+            plan.num_resident,
+            format_bytes(plan.resident_bytes),
             format_bytes(plan.peak_host_bytes),
         )
 

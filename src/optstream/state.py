@@ -24,6 +24,7 @@ from optstream.errors import ModelChangedError, RankError, StateChangedError, Wi
 from optstream.headers import window_files
 from optstream.params import Bound, bind
 from optstream.plan import Plan
+from optstream.ram import Ram
 from optstream.roster import Roster
 from optstream.store.base import Store
 from optstream.stream import Stream
@@ -46,7 +47,13 @@ class StreamedState:
     """
 
     def __init__(
-        self, optimizer: Optimizer, roster: Roster, ranks: Ranks, store: Store, io_threads: int
+        self,
+        optimizer: Optimizer,
+        roster: Roster,
+        ranks: Ranks,
+        store: Store,
+        io_threads: int,
+        ram: Ram,
     ) -> None:
         self.roster = roster
         self.ranks = ranks
@@ -55,6 +62,7 @@ class StreamedState:
         self.broken = ""
         self.store = store
         self._stranded = ""
+        self._ram = ram
         self.stream = Stream(store, io_threads)
         self._optimizer = optimizer
         self._updater = Updater(optimizer)
@@ -81,7 +89,7 @@ class StreamedState:
             with_state: names of parameters that get one in any case: frozen ones that once trained.
 
         Raises:
-            StoreError: the store cannot hold it; nothing was changed.
+            StoreError: the store, or memory, cannot hold it; nothing was changed.
         """
         with self.ranks.together():
             wanted = self.ranks.gather(self.roster.wanted(with_state))
@@ -97,9 +105,13 @@ class StreamedState:
             self._stranded = f"no place for new parameters ({error}); wrap the optimizer again"
             raise
 
-    def _reserve(self, plan: Plan) -> None:
-        self.store.reserve(window_files(plan, self.plan.num_windows))
-        self.stream.resize(plan)
+    def _reserve(self, plan: Plan) -> Plan:
+        if self.store.in_place:
+            plan = plan.with_resident(plan.data_bytes)
+        else:
+            plan = self._ram.keep_in(plan, self.plan.peak_host_bytes if self.plan.windows else 0)
+        self.stream.extend(plan, window_files(plan, self.plan.num_windows))
+        return plan
 
     # -- the step ----------------------------------------------
 

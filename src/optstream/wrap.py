@@ -16,6 +16,7 @@ from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError
 from optstream.optimizer import StreamedOptimizer
 from optstream.plan import parse_window_bytes
+from optstream.ram import Ram
 from optstream.report import Reporter
 from optstream.roster import Roster
 from optstream.rule import check_optimizer
@@ -50,15 +51,21 @@ def offload(
         directory: a directory on a drive, or one per drive: windows are striped over them.
         model: gives parameters their fully qualified names.
         window: bytes of state in memory together ("256MiB"); about four windows are the host memory
-        used. ram: bytes of state to keep in memory between steps; 0, the RAM tier is not part of
-        this version. store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison;
-        nothing is on a drive). master_weights: keep float32 masters of bfloat16 and float16
-        parameters and update those. process_group: ranks that hold the same parameters and share
-        their state, `torch.distributed.group.WORLD` or another; all of them call this together.
-        None: this process keeps all state itself, whatever other ranks do. role: with it, or with
-        a process group, this optimizer gets a folder of its own in `directory`; tells apart those
-        of one process. io_threads: threads a drive. metrics: a JSONL file that gets one line a
-        step; with several ranks each has its own, `run.rank00000.jsonl` for `run.jsonl`.
+            used.
+        ram: state that stays in memory between steps, beside those windows, so that it causes no
+            traffic: "8GiB", "25%" of the state, or "auto" for what this process can spare (see
+            `Ram`). A save writes it. Of each rank.
+        store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison; nothing is on a
+            drive, `ram` changes nothing).
+        master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
+        process_group: ranks that hold the same parameters and share their state,
+            `torch.distributed.group.WORLD` or another; all of them call this together. None: this
+            process keeps all state itself, whatever other ranks do.
+        role: gives this optimizer a folder of its own in `directory`, as a process group does too;
+            tells apart those of one process.
+        io_threads: threads a drive.
+        metrics: a JSONL file that gets one line a step; with several ranks each has its own,
+            `run.rank00000.jsonl` for `run.jsonl`.
 
     Raises:
         ConfigError: an argument that cannot be used.
@@ -72,14 +79,15 @@ def offload(
         with ranks.together():
             check_optimizer(optimizer)
             window_bytes = parse_window_bytes(parse_bytes(window, "window"))
-            _check_sizes(ram, io_threads)
+            _check_threads(io_threads)
+            budget = Ram(ram, ranks.num_on_host)
             places: list[Place] = []
             if store != "memory" and (process_group is not None or role):
                 places = take_places(directory, role, ranks.rank)
                 undo.callback(release, places)
                 directory = [place.path for place in places]
             opened = open_store(store, directory)
-            roster = Roster(optimizer, ranks, window_bytes, opened.in_place, master_weights, model)
+            roster = Roster(optimizer, ranks, window_bytes, master_weights, model)
             arguments = {
                 "the optimizer": type(optimizer).__name__,
                 "window": str(window_bytes),
@@ -88,7 +96,7 @@ def offload(
                 "role": repr(role),
             }
             check_same(ranks, arguments | group_facts(optimizer.param_groups) | roster.facts())
-            state = StreamedState(optimizer, roster, ranks, opened, io_threads)
+            state = StreamedState(optimizer, roster, ranks, opened, io_threads, budget)
             undo.callback(state.stream.close)
             name = f"{role} {type(optimizer).__name__}".strip()
             reporter = Reporter(name, ranks.rank, ranks.size, metrics)
@@ -98,8 +106,6 @@ def offload(
     return streamed
 
 
-def _check_sizes(ram: int | str, io_threads: int) -> None:
-    if parse_bytes(ram, "ram") != 0:
-        raise ConfigError(f"ram={ram!r}: this version keeps no windows in RAM; leave ram=0")
+def _check_threads(io_threads: int) -> None:
     if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")

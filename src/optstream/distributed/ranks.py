@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class Ranks:
     Attributes:
         rank: of this process, among them.
         size: how many they are.
+        num_on_host: how many of them run on this machine.
         wait_s: running total of seconds in which this rank did nothing but wait for others.
         exchanged_bytes: running total of bytes broadcast, here or by others.
     """
@@ -46,7 +48,7 @@ class Ranks:
         Raises:
             ConfigError: not a process group, or this process is no part of it.
         """
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.num_on_host = 0, 1, 1
         self.wait_s = 0.0
         self.exchanged_bytes = 0
         self._members = [0]
@@ -65,6 +67,8 @@ class Ranks:
             if backend == dist.Backend.UNDEFINED:  # one a device
                 backend = dist.get_backend_config(group)
             self._values = self._new_group(backend)
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            self.num_on_host = self.gather(boot).count(boot)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         part = self.size < dist.get_world_size()

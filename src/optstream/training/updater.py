@@ -168,6 +168,7 @@ class Streamed:
         store: str,
         directory: Path,
         window_bytes: int,
+        ram: int | str,
         ranks: Ranks,
     ) -> None:
         self.optimizer = optstream.offload(
@@ -175,6 +176,7 @@ class Streamed:
             directory,
             model=module,
             window=window_bytes,
+            ram=ram,
             store=store,
             process_group=process_group(ranks),
         )
@@ -221,5 +223,6 @@ def make_updater(
         store=config.store,
         directory=config.state_dir or Path(),
         window_bytes=config.window_bytes,
+        ram=config.ram,
         ranks=ranks,
     )
