@@ -20,12 +20,13 @@ class Saver:
 
     Attributes:
         background: the save that is under way, if any.
+        freezer: makes its snapshots.
     """
 
     def __init__(self, optimizer: Optimizer, state: StreamedState) -> None:
         self.background = Background()
         self._state = state
-        self._freezer = Freezer(optimizer, state)
+        self.freezer = Freezer(optimizer, state)
 
     def save(self, path: Path, step: int) -> None:
         """Start making a checkpoint; `background.wait` ends it.
@@ -36,12 +37,12 @@ class Saver:
         self.background.wait()
         target = path.absolute()
         check_target(target)
-        check_space(target, self._freezer.bytes_off(existing_parent(target)))
-        snapshot = self._freezer.snapshot(step)
+        check_space(target, self.freezer.bytes_off(existing_parent(target)))
+        snapshot = self.freezer.snapshot(step)
         self.background.start(partial(publish, snapshot, target))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""
-        snapshot, roster = self._freezer.snapshot(step), self._state.roster
+        snapshot, roster = self.freezer.snapshot(step), self._state.roster
         specs = enumerate(self._state.plan.params)
         return {roster.param(index): snapshot.state(spec.name) for index, spec in specs}

@@ -57,7 +57,7 @@ def test_bfloat16_equals_the_textbook_loop_bit_for_bit():
 def test_small_updates_are_not_lost_in_bfloat16():
     module = torch.nn.Linear(1, 1, bias=False).bfloat16()
     torch.nn.init.ones_(module.weight)
-    updater = InMemory(partial(torch.optim.SGD, module.parameters(), lr=1e-3), module)
+    updater = InMemory(partial(torch.optim.SGD, module.parameters(), lr=1e-3), module, Ranks(None))
     for _ in range(20):
         module.weight.grad = torch.ones_like(module.weight)
         updater.step()
