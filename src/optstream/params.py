@@ -7,7 +7,7 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,7 @@ from optstream.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
+GradientOf = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def check_plain(name: str, param: Tensor) -> None:
         )
 
 
-def gradient_source(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
+def gradient_source(optimizer: Optimizer) -> GradientOf:
     """Return what gives a parameter's gradient.
 
     An optimizer whose gradients are elsewhere than in `.grad`, or of another dtype, says so itself
@@ -175,11 +176,7 @@ def gradient_source(optimizer: Optimizer) -> Callable[[Tensor], Tensor | None]:
     return getattr(optimizer, "gradient_of", None) or attrgetter("grad")
 
 
-def bind(
-    specs: Sequence[ParamSpec],
-    groups: Groups,
-    gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
-) -> dict[int, Bound]:
+def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) -> dict[int, Bound]:
     """Find today's tensor and gradient of every planned parameter that has a gradient.
 
     Raises:
@@ -227,13 +224,13 @@ def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
 
 
 def unplanned(
-    specs: Sequence[ParamSpec], groups: Groups, state: Mapping[Tensor, Any]
+    planned: Iterable[tuple[int, int]], groups: Groups, state: Mapping[Tensor, Any]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (group, position) of parameters that need state and have no place in the plan.
+    """Yield (group, position) of parameters that need state and are not among those planned.
 
     Frozen parameters have none until they get a gradient, unless `state` has something for them.
     """
-    planned = {(spec.group, spec.position) for spec in specs}
+    planned = set(planned)
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             needs = param.requires_grad or param.grad is not None or state.get(param)
