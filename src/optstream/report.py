@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import IO
 
 from optstream.errors import ConfigError
-from optstream.memory import read_memory
+from optstream.memory import MemoryMeter, MemoryRecord
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """Measured figures of one step.
+@dataclass(frozen=True, kw_only=True)
+class StepReport(MemoryRecord):
+    """Measured figures of one step; those of memory are of its end.
 
     Bytes count when their transfer is through: the last writes of a step drain behind the next
     forward and count in the next step's report, so the sum over steps is exact and a single report
@@ -34,8 +34,7 @@ class StepReport:
         read_bytes, written_bytes: moved from and to the drive since the last report.
         read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
         write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
-        side). total_s: time in `step()`. anon_bytes, file_bytes: of this process, at the end of the
-        step. limit_bytes: the smallest memory limit of its cgroups; None without one.
+        side). total_s: time in `step()`.
     """
 
     step: int
@@ -47,16 +46,13 @@ class StepReport:
     write_wait_s: float
     update_s: float
     total_s: float
-    anon_bytes: int
-    file_bytes: int
-    limit_bytes: int | None
 
     def __str__(self) -> str:
         return (
             f"step {self.step}: {self.num_windows} windows, read {format_bytes(self.read_bytes)}, "
             f"written {format_bytes(self.written_bytes)}, {self.total_s:.3f} s "
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
-            f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
+            f"for writes {self.write_wait_s:.3f}), {self.describe_memory()}"
         )
 
 
@@ -76,6 +72,7 @@ class Reporter:
         self._rank = rank
         self._steps = 0
         self._totals: dict[str, float] = {}
+        self._memory = MemoryMeter()
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
@@ -102,16 +99,13 @@ class Reporter:
             totals: running totals of the StepReport fields that are counted.
         """
         self._steps += 1
-        memory = read_memory()
         counted = {key: value - self._totals.get(key, 0) for key, value in totals.items()}
         self._totals = dict(totals)
         report = StepReport(
             step=self._steps,
             rank=self._rank,
             num_windows=num_windows,
-            anon_bytes=memory.anon_bytes,
-            file_bytes=memory.file_bytes,
-            limit_bytes=memory.limit_bytes,
+            **dataclasses.asdict(self._memory.read()),
             **counted,  # type: ignore[arg-type]
         )
         log.info("%s on rank %d, %s", self._name, self._rank, report)

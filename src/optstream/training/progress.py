@@ -132,7 +132,7 @@ def _measures(record: StepRecord) -> str:
     drive += f", saved in {record.save_s * 1e3:.0f} ms" if record.save_s else ""
     return (
         f"loss {record.loss:.3f}, {record.num_tokens / record.total_s:,.0f} tokens/s{drive}, "
-        f"anonymous memory {format_bytes(record.anon_bytes)}"
+        f"{record.describe_memory()}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optstream.memory import MemoryRecord
 from optstream.training.config import TrainConfig
 from optstream.training.optimizers import Rates
 
@@ -29,8 +30,8 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step as measured; a line of the metrics file."""
+class StepRecord(MemoryRecord):
+    """One step as measured; a line of the metrics file. Memory is that after the step."""
 
     step: int
     """Counted from 1."""
@@ -48,8 +49,6 @@ class StepRecord:
     write_wait_s: float
     read_bytes: int
     written_bytes: int
-    anon_bytes: int
-    """Anonymous memory of the process after the step."""
 
 
 class Totals:
