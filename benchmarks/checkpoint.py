@@ -23,12 +23,13 @@ import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from contest import make_params, timed
 
 import optstream
 from optstream.optimizer import StreamedOptimizer
@@ -36,22 +37,6 @@ from optstream.units import format_bytes, parse_bytes
 
 BYTES_PER_PARAM = 8
 Seconds = defaultdict[str, list[float]]
-
-
-def make_params(num_params: int, tensors: int = 16) -> list[torch.nn.Parameter]:
-    """Return float32 parameters with gradients, touched, of about `num_params` elements in all."""
-    params = []
-    for _ in range(tensors):
-        param = torch.nn.Parameter(torch.full((num_params // tensors // 1024, 1024), 0.5))
-        param.grad = torch.full_like(param, 1e-3)
-        params.append(param)
-    return params
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 class Contest:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from contest import make_params, run_rounds
 
 import optstream
 from optstream.optimizer import StreamedOptimizer
@@ -33,29 +33,12 @@ from optstream.stream.slots import allocate
 from optstream.units import format_bytes, parse_bytes
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "sgd": 4}
-Timed = dict[str, list[float]]
-
-
-def make_params(num_params: int, tensors: int = 16) -> list[torch.nn.Parameter]:
-    """Return float32 parameters with gradients, touched, of about `num_params` elements in all."""
-    params = []
-    for _ in range(tensors):
-        param = torch.nn.Parameter(torch.full((num_params // tensors // 1024, 1024), 0.5))
-        param.grad = torch.full_like(param, 1e-3)
-        params.append(param)
-    return params
 
 
 def make_optimizer(name: str, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(params, lr=1e-4, fused=True)
     return torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True)
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 class Contest:
@@ -72,11 +55,11 @@ class Contest:
 
     def drive(self) -> None:
         updater = self.streamed._state._updater
-        update, updater.update = updater.update, lambda *args: None
+        updater.update = lambda *args: None
         try:
             self.step()
         finally:
-            updater.update = update
+            del updater.update  # to be its class's own again
 
     def serial(self) -> None:
         state, plan = self.streamed._state, self.streamed.plan
@@ -94,16 +77,6 @@ class Contest:
         ends = [min(offset + PIECE_BYTES, num_bytes) for offset in offsets]
         pieces = [self.slot.memory[a:b] for a, b in zip(offsets, ends, strict=True)]
         list(self.pool.map(transfer, [window] * len(ends), offsets, pieces))
-
-
-def run_rounds(contestants: dict[str, Callable[[], object]], rounds: int) -> Timed:
-    for call in contestants.values():
-        call()
-    seconds: Timed = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, call in contestants.items():
-            seconds[name].append(timed(call))
-    return seconds
 
 
 def against_drive(args: argparse.Namespace, name: str, window: str, threads: int) -> None:

@@ -24,6 +24,7 @@ from checkpoint.runs import (
 )
 from optstream import OffloadError
 from optstream.checkpoint import directory as directories
+from optstream.checkpoint import placing
 from optstream.errors import StoreError
 
 Failing = Callable[..., None]
@@ -198,13 +199,13 @@ def test_copies_are_made_while_training_goes_on(
 ) -> None:
     """The copy is held back until three more steps are done; it is of the moment of the save."""
     go = threading.Event()
-    real: Any = directories._copy
+    real: Any = placing._copy
 
     def copy(*args: Any) -> None:
         assert go.wait(30)
         real(*args)
 
-    monkeypatch.setattr(directories, "_copy", copy)
+    monkeypatch.setattr(placing, "_copy", copy)
     params, optimizer = streamed(tmp_path / "a")
     with optimizer:
         go_on(params, optimizer, range(2))
@@ -239,7 +240,7 @@ def test_close_waits_for_a_copy_and_tells_its_error(
     def copy(*args: Any) -> None:
         raise StoreError(5, "the other drive is gone")
 
-    monkeypatch.setattr(directories, "_copy", copy)
+    monkeypatch.setattr(placing, "_copy", copy)
     params, optimizer = streamed(tmp_path / "a")
     go_on(params, optimizer, range(2))
     optimizer.save(small_drive / "checkpoint", wait=False)

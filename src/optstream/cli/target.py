@@ -28,7 +28,7 @@ def open_target(path: Path) -> tuple[Path, TrainingCheckpoint | None]:
     Raises:
         CheckpointError: neither; a directory of several checkpoints names its newest.
     """
-    from optstream.checkpoint.directory import MANIFEST
+    from optstream.checkpoint.staging import MANIFEST
     from optstream.training.checkpoint import TRAINER, find_checkpoint, step_directories
 
     if (path / TRAINER).is_file():

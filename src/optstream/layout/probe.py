@@ -8,9 +8,6 @@ second.
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from optstream.errors import UnsupportedOptimizerError
+from optstream.layout.shell import (
+    Shell,
+    changed_values,
+    copied_values,
+    hyperparameters,
+    is_streamed,
+    kept_value,
+)
+from optstream.layout.tensorless import AllocationPeak, ItemAnswer, leaves
 from optstream.plan import StateTensor, Temporaries
-
-ItemValue = bool | int | float
 
 
 @dataclass(frozen=True)
@@ -45,57 +48,6 @@ class Layout:
     first_bytes: int
     temporary_bytes: int
     advances_group: bool
-
-
-def step_on(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]
-) -> dict[str, Any]:
-    """Let an optimizer step on other groups and state; it is the same as before afterwards.
-
-    No hook runs: those belong to the whole step, and a subclass whose step calls its base's would
-    run them there.
-
-    Returns:
-        the attributes that the step changed (a counter), by name.
-    """
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    own = vars(optimizer)
-    public = dict(own)
-    given = {
-        "param_groups": groups,
-        "state": state,
-        "_optimizer_step_pre_hooks": {},
-        "_optimizer_step_post_hooks": {},
-    }
-    own.update(given)
-    try:
-        step(optimizer)
-        return {
-            key: value
-            for key, value in own.items()
-            if key not in given and (key not in public or value is not public[key])
-        }
-    finally:
-        own.clear()
-        own.update(public)
-
-
-def is_streamed(value: object) -> bool:
-    """Tell whether a state value goes into a window: tensors do, but for 0-dim ones (counters)."""
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def kept_value(value: Any, narrow: torch.dtype, wide: torch.dtype) -> Any:
-    """Return a copy of a counter, of a 0-dim parameter's state or of a Python value.
-
-    Args:
-        narrow, wide: what has the parameter's dtype gets its master's.
-    """
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    return value.detach().to(wide if value.dtype == narrow else value.dtype, copy=True)
 
 
 def find_layout(
@@ -120,7 +72,7 @@ def find_layout(
     """
     probe = _Probe(optimizer, group, shape, stride, dtype, state, narrow)
     try:
-        with _ItemAnswer():  # type: ignore[no-untyped-call]
+        with ItemAnswer():  # type: ignore[no-untyped-call]
             return probe.run("meta")
     except UnsupportedOptimizerError:
         raise
@@ -139,7 +91,7 @@ def find_layout(
 def _run_fake(probe: _Probe) -> Layout:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), _ItemAnswer():  # type: ignore[no-untyped-call]
+    with FakeTensorMode(), ItemAnswer():  # type: ignore[no-untyped-call]
         return probe.run("cpu")
 
 
@@ -191,7 +143,7 @@ class _Probe:
             shell.state[param].update(self._state(device))
         peaks = []
         for _ in range(2):
-            with torch.no_grad(), _AllocationPeak() as peak:
+            with torch.no_grad(), AllocationPeak() as peak:
                 shell.step()
             peaks.append(peak.peak_bytes)
         return shell, peaks[0], peaks[1]
@@ -225,129 +177,12 @@ class _Probe:
         }
 
 
-class Shell:
-    """A shallow copy of an optimizer with groups and state of its own."""
-
-    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        self.groups = groups
-        self.optimizer = copy.copy(optimizer)
-        # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
-        self.optimizer.__dict__.update(optimizer.__dict__)
-        self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self.changed_attributes: dict[str, Any] = {}
-
-    def step(self) -> None:
-        self.changed_attributes = step_on(self.optimizer, self.groups, self.state)
-        vars(self.optimizer).update(self.changed_attributes)
-
-
 def _state_tensors(state: Mapping[str, Any], optimizer: str) -> Iterator[StateTensor]:
     for key, value in state.items():
         if is_streamed(value):
             yield StateTensor(key, tuple(value.shape), tuple(value.stride()), value.dtype)
-        elif not isinstance(value, Tensor) and any(map(is_streamed, _leaves(value))):
+        elif not isinstance(value, Tensor) and any(map(is_streamed, leaves(value))):
             raise UnsupportedOptimizerError(
                 f"{optimizer} cannot be offloaded: its state {key!r} keeps tensors inside a "
                 f"{type(value).__name__}; use it without offload"
             )
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param_group without its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def copied_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param_group's hyperparameters for a step that may change them in place."""
-    return {
-        key: value.clone()
-        if isinstance(value, Tensor)
-        else copy.copy(value)
-        if isinstance(value, list | dict)
-        else value
-        for key, value in hyperparameters(group).items()
-    }
-
-
-def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters that a step added to its group or changed in it."""
-    return {
-        key: value
-        for key, value in hyperparameters(after).items()
-        if key not in before or not _equal(before[key], value)
-    }
-
-
-def _equal(left: object, right: object) -> bool:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return torch.equal(left, right)
-    return left is right or bool(left == right)
-
-
-class _ItemAnswer(TorchDispatchMode):
-    """Answer `.item()` of a tensor without data; 0.5, since 1.0 divides by zero in NAdam."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and _has_no_data(args[0]):
-            return _item(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def _has_no_data(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor"
-
-
-def _item(dtype: torch.dtype) -> ItemValue:
-    if dtype == torch.bool:
-        return True
-    return 0.5 if dtype.is_floating_point else 1
-
-
-class _AllocationPeak(TorchDispatchMode):
-    """Count the bytes of storages that come and go; `peak_bytes` is the most alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
-        self._live_bytes = 0
-        self._tensors: dict[int, int] = defaultdict(int)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {_storage_id(leaf) for leaf in _leaves([args, kwargs]) if isinstance(leaf, Tensor)}
-        result = func(*args, **kwargs)
-        for leaf in _leaves(result):
-            if isinstance(leaf, Tensor):
-                self._track(leaf, given)
-        return result
-
-    def _track(self, tensor: Tensor, given: set[int]) -> None:
-        storage = _storage_id(tensor)
-        if storage in given and storage not in self._tensors:
-            return
-        num_bytes = tensor.untyped_storage().nbytes()
-        if self._tensors[storage] == 0:
-            self._live_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        self._tensors[storage] += 1
-        weakref.finalize(tensor, self._release, storage, num_bytes)
-
-    def _release(self, storage: int, num_bytes: int) -> None:
-        self._tensors[storage] -= 1
-        if self._tensors[storage] == 0:
-            self._live_bytes -= num_bytes
-            del self._tensors[storage]
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,87 @@
+"""A frozen file under a name in a checkpoint: a link, or a copy where no link can be."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from optstream.errors import OutOfSpaceError, StoreError, WindowReadError
+from optstream.store.base import PIECE_BYTES, FrozenFile
+from optstream.store.files import check_digest
+from optstream.units import format_bytes
+
+_CANNOT_LINK = (
+    errno.EXDEV,
+    errno.ENOENT,  # a nameless file whose links are all gone
+    errno.EPERM,
+    errno.EACCES,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)
+
+
+def place(file: FrozenFile, target: Path) -> None:
+    """Give a frozen file a name, as a link or as a copy, and make it durable."""
+    here = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # only with a directory descriptor does os.link follow the link in /proc
+        os.link(f"/proc/self/fd/{file.fd}", target, src_dir_fd=here, follow_symlinks=True)
+        os.fsync(file.fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise StoreError(error.errno, f"cannot link {target}: {error.strerror}") from error
+        _copy(file, target)
+    finally:
+        os.close(here)
+
+
+def _copy(file: FrozenFile, target: Path) -> None:
+    source = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    readable = FrozenFile(source, file.name, file.header_bytes, file.data_bytes, file.digests)
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, file.file_bytes)
+        write_all(fd, memoryview(os.pread(source, file.header_bytes, 0)), 0)
+        for offset, piece in pieces(readable, memoryview(bytearray(PIECE_BYTES))):
+            check_digest(piece, file.digests[offset], file.name, file.header_bytes + offset)
+            write_all(fd, piece, file.header_bytes + offset)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        kind = OutOfSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(
+            error.errno,
+            f"cannot copy {format_bytes(file.file_bytes)} to {target}: {error.strerror}",
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def pieces(file: FrozenFile, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset in the data, bytes) of a file's data, through a bounded buffer."""
+    for offset in range(0, file.data_bytes, len(buffer)):
+        piece = buffer[: min(len(buffer), file.data_bytes - offset)]
+        done = 0
+        while done < len(piece):
+            position = file.header_bytes + offset + done
+            try:
+                count = os.preadv(file.fd, [piece[done:]], position)
+            except OSError as error:
+                number = error.errno or errno.EIO
+                raise WindowReadError(file.name, position, len(piece), number) from error
+            if count == 0:
+                raise WindowReadError(file.name, position, len(piece), errno.EIO, "it ends there")
+            done += count
+        yield offset, piece
+
+
+def write_all(fd: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwritev(fd, [data], position)
+        data, position = data[count:], position + count

@@ -1,0 +1,150 @@
+"""PATH.tmp: a directory that becomes PATH in one step, or is removed.
+
+PATH.tmp           made and locked by the save; unlocked: a dead run's, removed
+PATH.tmp -> PATH   one rename; over an older checkpoint an exchange, then that one goes
+PATH.replaced      where the filesystem cannot exchange: the older one, for a moment
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from optstream.errors import StoreError
+
+MANIFEST = "manifest.json"
+_RANK = re.compile(r"rank\d{5}", re.ASCII)
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+log = logging.getLogger("optstream")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Make and hold PATH.tmp; it is removed unless it was renamed away."""
+    staging = path.with_name(path.name + ".tmp")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = None
+    while lock is None:
+        try:
+            staging.mkdir(mode=0o700)
+        except FileExistsError:
+            _remove_dead(staging, path)
+            continue
+        lock = _lock(staging)
+    try:
+        yield staging
+    finally:
+        if _is_at(lock, staging):  # not where it was renamed, and another save made its own
+            shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
+def commit(staging: Path, path: Path) -> None:
+    """Give the whole directory its name; an older one under that name goes afterwards."""
+    replaced = replaced_path(path)
+    exchanged = False
+    if not os.path.lexists(path):
+        staging.rename(path)
+    elif _exchange(staging, path):
+        exchanged = True
+    else:
+        _remove(replaced)
+        path.rename(replaced)
+        staging.rename(path)
+    sync(path.parent)
+    _remove(replaced)
+    if exchanged:
+        _remove(staging)
+
+
+def replaced_path(path: Path) -> Path:
+    return path.with_name(path.name + ".replaced")
+
+
+def _remove_dead(staging: Path, path: Path) -> None:
+    lock = _lock(staging)
+    if lock is None:
+        if os.path.lexists(staging):
+            raise StoreError(errno.EBUSY, f"another process is saving to {path}; choose another")
+        return
+    try:
+        if not _is_ours(staging):
+            raise StoreError(
+                errno.EEXIST,
+                f"a save to {path} needs the name {staging}, where something else is; move it away",
+            )
+        log.info("%s: removed what a killed save left", staging)
+        shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _is_ours(directory: Path) -> bool:
+    """Tell whether there is nothing in a directory but what a checkpoint, whole or not, has."""
+    names = [entry.name for entry in directory.iterdir()]
+    return all(name == MANIFEST or _RANK.fullmatch(name) for name in names)
+
+
+def _lock(directory: Path) -> int | None:
+    """Return a descriptor that locks the directory of this name; None if another one does."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(fd, directory):
+            return fd
+    os.close(fd)
+    return None
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    return False
+
+
+def sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(replaced: Path) -> None:
+    """Remove a checkpoint that was replaced; another save may be doing that, or use its name."""
+    if replaced.is_symlink():
+        replaced.unlink()
+        return
+    lock = _lock(replaced)
+    if lock is None:
+        return
+    if _is_ours(replaced):
+        shutil.rmtree(replaced, ignore_errors=True)
+    if _is_at(lock, replaced):
+        log.warning("%s, which was replaced, could not be removed", replaced)
+    os.close(lock)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the filesystem cannot."""
+    names = os.fsencode(one), os.fsencode(other)
+    result = _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    if result == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise StoreError(number, f"cannot put {one} in place of {other}: {os.strerror(number)}")
