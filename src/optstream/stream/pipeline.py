@@ -1,8 +1,8 @@
 """Read-ahead, update and write-behind, overlapped.
 
-The thread that steps asks for windows in an order and gets them one after another; a few threads a
-drive move pieces of other windows meanwhile. `_pump` starts reads into every slot that may be
-taken, whenever something changes: when the scan moves on and when a write is through.
+The thread that steps asks for windows in an order and gets them one after another; other windows
+are moved meanwhile (transfers.py). `_pump` starts reads into every slot that may be taken, whenever
+something changes: when the scan moves on and when a transfer is through.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,16 +21,7 @@ from optstream.plan import Plan, aligned
 from optstream.store.base import PIECE_BYTES, FrozenFile, Store, freeze_copy
 from optstream.stream import lane as lanes
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
-
-
-@dataclass
-class Counters:
-    """What was measured since the stream was made; bytes count when their transfer is through."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    read_wait_s: float = 0.0
-    write_wait_s: float = 0.0
+from optstream.stream.transfers import Transfers
 
 
 class Stream:
@@ -42,20 +31,18 @@ class Stream:
     """
 
     def __init__(self, store: Store, io_threads: int) -> None:
-        self.counters = Counters()
         self._store = store
-        self._io_threads = io_threads
         self._plan = Plan(window_bytes=0)
         self._slots: list[Slot] = []
-        self._unpin: dict[int, lanes.Wait] = {}
-        self._pools: list[ThreadPoolExecutor] = []
-        self._lanes: dict[torch.device, lanes.Lane] = {}
+        self._lanes = lanes.Lanes()
         self._stored: set[int] = set()
         self._next_use: dict[int, int] = {}
         self._read_errors: dict[int, Exception] = {}
         self._write_errors: dict[int, Exception] = {}
         self._updates = 0
         self._changed = threading.Condition()
+        self._transfers = Transfers(store, io_threads, self._changed, then=self._pump)
+        self.counters = self._transfers.counters
 
     def resize(self, plan: Plan) -> None:
         """Make slots and threads for a plan; what slots held is on the drive already.
@@ -64,13 +51,12 @@ class Stream:
             WindowWriteError: something is not, and still cannot be written.
         """
         self.drain()
-        self._drop_lanes()
+        self._lanes.drop()
         if plan.slot_bytes > self._plan.slot_bytes or plan.num_slots > self._plan.num_slots:
             self._free_slots()
             self._slots = [allocate(plan.slot_bytes) for _ in range(plan.num_slots)]
         self._plan = plan
-        for drive in range(len(self._pools), 0 if plan.in_place else self._store.num_drives):
-            self._pools.append(ThreadPoolExecutor(self._io_threads, f"optstream-drive{drive}"))
+        self._transfers.open(0 if plan.in_place else self._store.num_drives)
 
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
@@ -186,11 +172,9 @@ class Stream:
         with self._changed:
             self._next_use = {}
         # the threads end with what they were given; slots tell less after an interrupted step
-        for pool in self._pools:
-            pool.shutdown(wait=True)
-        self._pools = []
+        self._transfers.close()
         try:
-            self._drop_lanes()
+            self._lanes.drop()
             self._free_slots()
         finally:
             self._store.close()
@@ -227,8 +211,7 @@ class Stream:
 
     def _abandon(self) -> None:
         """Drop the window whose update did not end, and read no further ahead."""
-        for lane in self._lanes.values():
-            lane.settle()
+        self._lanes.settle()
         with self._changed:
             self._next_use = {}
             for slot in self._slots:
@@ -260,82 +243,40 @@ class Stream:
                 return
             slot.put(SlotState.READING, window)
             if window in self._stored:
-                self._start(slot, window, self._store.read, lanes.nothing, self._read_done)
+                self._read(slot, window)
             else:
                 slot.state = SlotState.READY
 
     # -- transfers ----------------------------------------------
 
+    def _read(self, slot: Slot, window: int) -> None:
+        def done(error: Exception | None) -> None:
+            if error is None:
+                slot.state = SlotState.READY
+            else:
+                self._read_errors[window] = error
+                slot.put(SlotState.FREE, None)
+
+        self._transfers.read(window, self._data(slot, window), done)
+
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
+        def done(error: Exception | None) -> None:
+            if error is None:
+                slot.state = SlotState.READY
+            else:
+                self._write_errors[window] = error
+                slot.state = SlotState.DIRTY
+
         with self._changed:
             self._store.prepare_write(window)
             self._updates += 1
             slot.used = self._updates
             slot.state = SlotState.WRITING
             self._stored.add(window)
-            self._start(slot, window, self._store.write, ready, self._write_done)
+            self._transfers.write(window, self._data(slot, window), ready, done)
 
-    def _start(
-        self,
-        slot: Slot,
-        window: int,
-        transfer: Callable[[int, int, memoryview], None],
-        ready: lanes.Wait,
-        done: Callable[[Slot, int, Exception | None], None],
-    ) -> None:
-        """Move a window's pieces on its drive's threads; the last one calls `done`."""
-        num_bytes = self._plan.windows[window].data_bytes
-        offsets = range(0, num_bytes, PIECE_BYTES)
-        if not offsets:
-            done(slot, num_bytes, None)
-            return
-        errors: list[Exception] = []
-        left = len(offsets)
-
-        def end_piece() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                done(slot, num_bytes, errors[0] if errors else None)
-                self._changed.notify_all()
-
-        def move(offset: int) -> None:
-            try:
-                ready()
-                transfer(window, offset, slot.memory[offset : min(offset + PIECE_BYTES, num_bytes)])
-            except Exception as error:  # whatever it is, the thread that steps must hear it
-                errors.append(error)
-            with self._changed:
-                end_piece()
-                self._pump()
-
-        pool = self._pools[self._store.drive(window)]
-        for offset in offsets:
-            try:
-                pool.submit(move, offset)
-            except RuntimeError as error:  # the interpreter is ending, or may have no more threads
-                errors.append(error)
-                end_piece()
-
-    def _read_done(self, slot: Slot, num_bytes: int, error: Exception | None) -> None:
-        if error is None:
-            self.counters.read_bytes += num_bytes
-            slot.state = SlotState.READY
-        else:
-            assert slot.window is not None
-            _name_window(error, slot.window)
-            self._read_errors[slot.window] = error
-            slot.put(SlotState.FREE, None)
-
-    def _write_done(self, slot: Slot, num_bytes: int, error: Exception | None) -> None:
-        if error is None:
-            self.counters.written_bytes += num_bytes
-            slot.state = SlotState.READY
-        else:
-            assert slot.window is not None
-            _name_window(error, slot.window)
-            self._write_errors[slot.window] = error
-            slot.state = SlotState.DIRTY
+    def _data(self, slot: Slot, window: int) -> memoryview:
+        return slot.memory[: self._plan.windows[window].data_bytes]
 
     def _retry_writes(self) -> None:
         """Write what could not be written before; WindowWriteError if it still cannot."""
@@ -365,36 +306,14 @@ class Stream:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _lane(self, device: torch.device) -> lanes.Lane:
-        if device not in self._lanes:
-            lane = lanes.make_lane(device, self._plan.slot_bytes)
-            self._pin(lane)
-            self._lanes[device] = lane
-        return self._lanes[device]
-
-    def _pin(self, lane: lanes.Lane) -> None:
         hosts = [slot.tensor for slot in self._slots]
         if self._plan.in_place:
             hosts = [self._view(window) for window in range(self._plan.num_windows)]
-        for host in hosts:
-            if host.nbytes and host.data_ptr() not in self._unpin:
-                unpin = lane.pin(host)
-                if unpin is not lanes.nothing:
-                    self._unpin[host.data_ptr()] = unpin
-
-    def _drop_lanes(self) -> None:
-        for lane in self._lanes.values():
-            lane.settle()
-        self._lanes = {}
+        return self._lanes.get(device, self._plan.slot_bytes, hosts)
 
     def _free_slots(self) -> None:
-        for unpin in self._unpin.values():
-            unpin()
-        self._unpin, self._slots = {}, []
-
-
-def _name_window(error: Exception, window: int) -> None:
-    if isinstance(error, WindowIOError):
-        error.window = window
+        self._lanes.unpin()
+        self._slots = []
 
 
 def _is_written(slot: Slot) -> bool:
