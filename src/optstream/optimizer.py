@@ -36,7 +36,7 @@ from optstream.rule import check_optimizer
 from optstream.state import StreamedState
 from optstream.state_view import StateView
 from optstream.store import open_store
-from optstream.stream import Stream
+from optstream.stream import AnyStream
 from optstream.stream.background import Background
 from optstream.units import parse_bytes
 
@@ -67,7 +67,8 @@ def offload(
         model: gives parameters their fully qualified names.
         window: bytes of state in memory together ("256MiB"); about four windows are the host memory
         used. ram: bytes of state to keep in memory between steps; 0, the RAM tier is not part of
-        this version. store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison;
+        this version. store: "direct" (O_DIRECT files), "mapped" (files in the page cache, which
+        the kernel reclaims: for hosts with memory for most of the state) or "memory" (plain RAM;
         nothing is on a drive). master_weights: keep float32 masters of bfloat16 and float16
         parameters and update those. process_group: None; ranks are not part of this version.
         io_threads: threads a drive. metrics: a JSONL file that gets one line a step.
@@ -363,7 +364,7 @@ class StreamedOptimizer(Optimizer):
         )
 
 
-def _close(saving: Background, stream: Stream, reporter: Reporter, owner: int) -> None:
+def _close(saving: Background, stream: AnyStream, reporter: Reporter, owner: int) -> None:
     # a forked child inherits the object, not the threads; the files are the parent's
     if os.getpid() == owner:
         try:

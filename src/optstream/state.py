@@ -32,7 +32,7 @@ from optstream.headers import window_files
 from optstream.params import Bound, Describer, bind, parameter_names, unplanned
 from optstream.plan import Piece, Plan
 from optstream.store.base import PIECE_BYTES, Store
-from optstream.stream import Stream
+from optstream.stream import open_stream
 from optstream.units import format_bytes
 from optstream.update import Record, Updater, working_copy
 
@@ -59,10 +59,10 @@ class StreamedState:
         master_weights: bool,
         model: nn.Module | None,
     ) -> None:
-        self.plan = Plan(window_bytes, in_place=store.in_place)
+        self.plan = Plan(window_bytes, in_place=store.in_place, cached=store.cached)
         self.update_s = 0.0
         self.num_left = 0
-        self.stream = Stream(store, io_threads)
+        self.stream = open_stream(store, io_threads)
         self._optimizer = optimizer
         self._store = store
         self._describer = Describer(optimizer, master_weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from optstream.errors import ConfigError
@@ -34,20 +34,25 @@ log = logging.getLogger("optstream")
 
 @dataclass(frozen=True)
 class Plan:
-    """All windows and their cost; `extended` gives the plan with more parameters."""
+    """All windows and their cost; `extended` gives the plan with more parameters.
+
+    Attributes:
+        in_place: the windows are anonymous memory of the store's.
+        cached: they are page cache, so what moves is at most what is said here: windows that are
+            still in memory are not read, and where all of them fit nothing is written.
+    """
 
     window_bytes: int
     params: tuple[ParamSpec, ...] = ()
     windows: tuple[Window, ...] = ()
     in_place: bool = False
+    cached: bool = False
 
     def extended(self, params: Sequence[ParamSpec]) -> Plan:
         """Return this plan with windows for more parameters behind the ones it has."""
         windows = tuple(build_windows(params, len(self.params), self.window_bytes))
         _report_large_windows(windows, params, len(self.params), self.window_bytes)
-        return Plan(
-            self.window_bytes, self.params + tuple(params), self.windows + windows, self.in_place
-        )
+        return replace(self, params=self.params + tuple(params), windows=self.windows + windows)
 
     @property
     def num_windows(self) -> int:
@@ -55,7 +60,7 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        return 0 if self.in_place else min(NUM_SLOTS, self.num_windows)
+        return 0 if self.in_place or self.cached else min(NUM_SLOTS, self.num_windows)
 
     @cached_property
     def slot_bytes(self) -> int:

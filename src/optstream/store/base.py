@@ -100,8 +100,8 @@ class Store(ABC):
     """True: the state is updated where `view` shows it, so there are no slots and no transfers."""
 
     cached: bool = False
-    """True (and `in_place`): `view` shows pages of a file, which the kernel may write back and
-    reclaim; `bring_in` comes before an update, `write_back` behind it."""
+    """True: the state is updated where `view` shows it, in pages of a file, which the kernel may
+    write back and reclaim; `prepare_write` and `bring_in` come before, `write_back` behind."""
 
     @abstractmethod
     def reserve(self, files: Sequence[WindowFile]) -> None:
@@ -159,7 +159,7 @@ class Store(ABC):
     def prepare_write(self, window: int) -> None:
         """Be told that all of a window is about to be written; a frozen one gets its fresh file.
 
-        With a store that is `in_place` this comes before `view`; the fresh file is a copy.
+        Where `cached` it comes before `view`, and the fresh file is a copy.
 
         Raises:
             WindowWriteError: there is none, and the drive refuses one.
@@ -202,7 +202,7 @@ class Store(ABC):
         return 0
 
     def view(self, window: int) -> memoryview:
-        """Return the window's data itself (where `in_place`), writable.
+        """Return the window's data itself (where `in_place` or `cached`), writable.
 
         It stays valid while anybody holds it; it is the window until the next `freeze` or `adopt`.
         """

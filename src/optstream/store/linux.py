@@ -88,6 +88,22 @@ def overwrite_in_place(fd: int) -> None:
         pass
 
 
+def map_private(num_bytes: int) -> memoryview:
+    """Return page-aligned zeros, in memory once they are touched; given back with the last view.
+
+    Not torch's: `pin_memory` may round up to a power of two, and `empty` is aligned to 64 bytes.
+    """
+    # without flags Python maps shared memory, which counts as shmem
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # a data loader forks: its copy would make this process copy each page that it updates, and
+    # before Linux 6.3 pages under direct I/O could end up in the child (open(2), NOTES)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return memoryview(memory)[:num_bytes]
+
+
 def map_shared(fd: int, num_bytes: int) -> memoryview:
     """Map the start of a file, writable; unmapped when the last view of it is gone.
 

@@ -30,7 +30,6 @@ _ADVICE_BYTES = 2**19
 class Mapped(OnDrive):
     """One shared mapping a window; it stays while anybody holds a view, also after `close`."""
 
-    in_place = True
     cached = True
 
     def read(self, window: int, offset: int, buffer: memoryview) -> None:

@@ -27,7 +27,7 @@ NUM_AHEAD = 2
 
 
 class PageCache:
-    """Moves the windows of a `cached` store; does nothing for others.
+    """Moves the windows of a `cached` store.
 
     One thread calls; bytes are counted when it learns that a transfer is through.
 
@@ -39,7 +39,7 @@ class PageCache:
         self.errors: dict[int, Exception] = {}
         self._store = store
         self._counters = counters
-        self._pool = ThreadPoolExecutor(io_threads, "optstream-pages") if store.cached else None
+        self._pool = ThreadPoolExecutor(io_threads, "optstream-pages")
         self._preparing = threading.Lock()
         self._coming: deque[int] = deque()
         self._stored: Collection[int] = ()
@@ -54,8 +54,6 @@ class PageCache:
         Args:
             stored: windows that hold something; of others nothing is read.
         """
-        if self._pool is None:
-            return
         self._short = read_available_bytes() < plan.data_bytes + plan.data_bytes // 16
         self._coming = deque(order)
         self._stored = stored
@@ -69,11 +67,9 @@ class PageCache:
         Raises:
             WindowReadError, WindowWriteError: nothing of it was changed.
         """
-        if self._pool is None:
-            return
         if window in self._coming:
             self._coming.remove(window)
-            self._read(window)
+        self._read(window)
         start = time.perf_counter()
         try:
             missing_bytes = _result(self._reads[window], window)
@@ -86,7 +82,7 @@ class PageCache:
 
     def updated(self, window: int, ready: Wait) -> None:
         """Be told that a window's update was queued; `ready` waits until it is in the pages."""
-        if self._pool is not None and self._short:
+        if self._short:
             self._write(window, ready)
 
     def write_back(self) -> None:
@@ -112,6 +108,11 @@ class PageCache:
         for window in list(self._writes):
             self._end_write(window)
 
+    def collect(self) -> None:
+        """Take note of the writes that are through."""
+        for window in [window for window, write in self._writes.items() if write.done()]:
+            self._end_write(window)
+
     def forget(self) -> None:
         """Take what was updated for gone: other bytes are the state now."""
         self.settle()
@@ -120,8 +121,7 @@ class PageCache:
 
     def close(self) -> None:
         """End the threads, with what they were given."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
 
     def _read_ahead(self) -> None:
         while self._coming and len(self._reads) < NUM_AHEAD:
@@ -132,7 +132,6 @@ class PageCache:
             return
         if window in self._writes:
             self._end_write(window)
-        assert self._pool is not None
         self._reads[window] = self._pool.submit(self._bring_in, window)
 
     def _bring_in(self, window: int) -> int:
@@ -146,7 +145,6 @@ class PageCache:
                 ready()
             return self._store.write_back(window)
 
-        assert self._pool is not None
         self._writes[window] = self._pool.submit(write_back)
 
     def _end_write(self, window: int) -> None:

@@ -120,6 +120,11 @@ def place(plan: RunPlan) -> str:
     windows = f"{format_bytes(plan.state_bytes)} in {plan.num_windows} window{plural}"
     if config.store == "memory":
         return f"{windows}, in memory (--store memory)"
+    if config.store == "mapped":
+        return (
+            f"{windows} in files at {config.state_dir} and their page cache (--store mapped), "
+            f"other memory for it at most {format_bytes(plan.peak_host_bytes)}"
+        )
     return (
         f"{windows} on the drive at {config.state_dir} (--store {config.store}), "
         f"host buffers at most {format_bytes(plan.peak_host_bytes)}"
