@@ -61,11 +61,14 @@ class Group:
 
 def read_groups(proc: Path) -> list[Group]:
     """Return the memory cgroups of this process: its own, then those that hold it."""
-    groups = [
-        (_read_v1 if kind == "cgroup" else _read_v2)(directory)
-        for kind, directory in _directories(proc)
-    ]
+    groups = [read_group(directory) for _, directory in _directories(proc)]
     return [group for group in groups if group != Group()]  # a hierarchy without the controller
+
+
+def read_group(directory: Path) -> Group:
+    """Return what the files of one cgroup tell."""
+    old = (directory / "memory.limit_in_bytes").exists()
+    return _read_v1(directory) if old else _read_v2(directory)
 
 
 def binding(groups: list[Group]) -> Group | None:

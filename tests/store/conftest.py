@@ -52,6 +52,12 @@ def drive_path(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=["direct", "mapped"])
+def on_drive(request: pytest.FixtureRequest) -> str:
+    """A kind of store whose windows are files."""
+    return str(request.param)
+
+
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Store]]:
     """Return `open_store`; what it opens is closed at the end, also of a failed test."""

@@ -41,7 +41,7 @@ if sys.argv[2] == "named":
         return real(path, flags, *args)
     os.open = open_
 from optstream.store import WindowFile, open_store
-store = open_store("direct", sys.argv[1])
+store = open_store(sys.argv[4], sys.argv[1])
 store.reserve([WindowFile(b"h" * 4096, 2**20)] * 2)
 buffer, found = (memoryview(mmap.mmap(-1, 2**20)) for _ in range(2))
 buffer[:] = os.getpid().to_bytes(4, "little") * 2**18
@@ -69,9 +69,9 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def holder(child: Child, drive_path: Path) -> Callable[[str], subprocess.Popen[str]]:
+def holder(child: Child, drive_path: Path, on_drive: str) -> Callable[[str], subprocess.Popen[str]]:
     """Return a function that starts a HOLDER in the directory."""
-    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__)
+    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__, on_drive)
 
 
 @pytest.fixture(params=["nameless", "named"])
@@ -177,8 +177,9 @@ def test_a_forked_child_holds_no_space_and_no_lock(
     opened: Opened,
     windows: Windows,
     pages: Pages,
+    on_drive: str,
 ) -> None:
-    store = opened("direct", drive_path)
+    store = opened(on_drive, drive_path)
     store.reserve(windows(64))
 
     def check() -> bool:
