@@ -143,7 +143,7 @@ def test_no_space_for_a_second_generation(
 ) -> None:
     drive = mounted("ext4", mib=16)
     shapes = ((1_000_000,),)
-    params, optimizer = streamed(drive / "live", shapes=shapes)
+    params, optimizer = streamed(drive / "live", shapes=shapes, store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         for call in (lambda: optimizer.save(drive / "checkpoint"), optimizer.state_dict):
@@ -265,7 +265,7 @@ def test_some_directories_on_another_filesystem(
 ) -> None:
     """Windows that are here are linked, the others copied; and back by copies."""
     places = [tmp_path / "a", small_drive / "b"]
-    params, optimizer = streamed(places)  # type: ignore[arg-type]
+    params, optimizer = streamed(places, store=store)  # type: ignore[arg-type]
     with optimizer:
         go_on(params, optimizer, range(2))
         optimizer.save(tmp_path / "one")
@@ -274,7 +274,7 @@ def test_some_directories_on_another_filesystem(
         assert devices == {tmp_path.stat().st_dev}
         assert set(links) == {1}
         go_on(params, optimizer, [2])
-    resumed, optimizer = streamed(places, seed=1)  # type: ignore[arg-type]
+    resumed, optimizer = streamed(places, seed=1, store=store)  # type: ignore[arg-type]
     with optimizer:
         set_weights(resumed, after(2))
         optimizer.load(tmp_path / "one")

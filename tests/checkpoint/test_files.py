@@ -255,7 +255,7 @@ def test_space_and_descriptors_are_bounded_and_given_back(
 ) -> None:
     """At most two generations; checkpoints own theirs; nothing is left after close."""
     empty_bytes = used_bytes(small_drive)
-    params, optimizer = streamed(small_drive / "live", shapes=((400_000,),))
+    params, optimizer = streamed(small_drive / "live", shapes=((400_000,),), store=store)
     with optimizer:
         live_bytes = used_bytes(small_drive) - empty_bytes
         live_fds = len(open_files(small_drive))

@@ -144,7 +144,9 @@ def test_a_state_dict_of_an_older_torch(tmp_path: Path) -> None:
 @ON_DRIVE
 def test_the_view_shows_adopted_state(store: str, tmp_path: Path) -> None:
     """Small parts of what a checkpoint's files hold, whose digests are of whole pieces."""
-    params, optimizer = streamed(tmp_path / "a", shapes=((1500, 2000), (7,)), window="64MiB")
+    params, optimizer = streamed(
+        tmp_path / "a", shapes=((1500, 2000), (7,)), window="64MiB", store=store
+    )
     with optimizer:
         go_on(params, optimizer, range(2))
         optimizer.save(tmp_path / "checkpoint")
