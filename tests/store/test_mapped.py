@@ -36,7 +36,9 @@ def store(opened: Opened, windows: Windows, drive_path: Path) -> Mapped:
 def fill(store: Mapped, window: int, value: int) -> None:
     store.prepare_write(window)
     store.bring_in(window)
-    store.view(window)[:] = bytes([value]) * NUM_BYTES
+    view, part = store.view(window), bytes([value]) * 2**20
+    for offset in range(0, NUM_BYTES, len(part)):
+        view[offset : offset + len(part)] = part
 
 
 def drop_clean_pages(store: Mapped, window: int) -> int:

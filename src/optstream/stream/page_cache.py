@@ -92,12 +92,14 @@ class PageCache:
             self._write(window, ready=None)
         self.settle()
 
-    def drain(self) -> None:
-        """Wait for all transfers, and try again what could not be written back."""
-        self.settle()
-        for window in list(self.errors):
+    def retry(self) -> None:
+        """Try again what could not be written back, and wait for that."""
+        self.collect()
+        failed = list(self.errors)
+        for window in failed:
             self._write(window, ready=None)
-        self.settle()
+        for window in failed:
+            self._end_write(window)
 
     def settle(self) -> None:
         """Wait for all transfers and forget what was read ahead; errors of writes are kept."""

@@ -34,7 +34,8 @@ class PagedStream:
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
     ) -> Generator[tuple[int, Tensor], None, None]:
-        self.drain()
+        self._pages.retry()
+        self.check()
         self._pages.start(self._plan, order, self._stored)
         unloaded: list[lanes.Wait] = []
         try:
@@ -74,7 +75,8 @@ class PagedStream:
         self._stored = set(windows)
 
     def drain(self) -> None:
-        self._pages.drain()
+        self._pages.settle()
+        self._pages.retry()
         self.check()
 
     def check(self) -> None:
