@@ -11,7 +11,8 @@ drives and machines are shared and their speed drifts.
 
     step      `step()` as users call it, and the drain of its last writes
     drive     the same windows read and written by the same threads, no update at all
-    serial    the same windows one after another: read, update, write, nothing overlapped
+    serial    the same windows one after another, by the same threads: nothing overlapped
+    plain     a plain loop: one thread reads, updates and writes each window
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Contest:
 
     def __init__(self, streamed: StreamedOptimizer, io_threads: int) -> None:
         self.streamed = streamed
-        self.pool = ThreadPoolExecutor(io_threads)
+        self.pools = {threads: ThreadPoolExecutor(threads) for threads in {1, io_threads}}
         self.slot = allocate(streamed.plan.slot_bytes)
 
     def step(self) -> None:
@@ -61,22 +62,25 @@ class Contest:
         finally:
             del updater.update  # to be its class's own again
 
-    def serial(self) -> None:
+    def loop(self, threads: int) -> None:
+        """Read, update and write one window after another."""
         state, plan = self.streamed._state, self.streamed.plan
         bound = bind(plan.params, self.streamed.param_groups)
         with torch.no_grad():
             for index, window in enumerate(plan.windows):
-                self._move(state._store.read, index, window.data_bytes)
+                self._move(threads, state._store.read, index, window.data_bytes)
                 data = self.slot.tensor[: window.data_bytes]
                 state._updater.update(plan, window, data, bound)
-                self._move(state._store.write, index, window.data_bytes)
+                self._move(threads, state._store.write, index, window.data_bytes)
         state._updater.commit(self.streamed.param_groups)
 
-    def _move(self, transfer: Callable[..., None], window: int, num_bytes: int) -> None:
+    def _move(
+        self, threads: int, transfer: Callable[..., None], window: int, num_bytes: int
+    ) -> None:
         offsets = range(0, num_bytes, PIECE_BYTES)
         ends = [min(offset + PIECE_BYTES, num_bytes) for offset in offsets]
         pieces = [self.slot.memory[a:b] for a, b in zip(offsets, ends, strict=True)]
-        list(self.pool.map(transfer, [window] * len(ends), offsets, pieces))
+        list(self.pools[threads].map(transfer, [window] * len(ends), offsets, pieces))
 
 
 def against_drive(args: argparse.Namespace, name: str, window: str, threads: int) -> None:
@@ -89,14 +93,21 @@ def against_drive(args: argparse.Namespace, name: str, window: str, threads: int
         streamed.step()
         contest = Contest(streamed, threads)
         seconds = run_rounds(
-            {"step": contest.step, "drive": contest.drive, "serial": contest.serial}, args.rounds
+            {
+                "step": contest.step,
+                "drive": contest.drive,
+                "serial": lambda: contest.loop(threads),
+                "plain": lambda: contest.loop(1),
+            },
+            args.rounds,
         )
         median = {key: statistics.median(values) for key, values in seconds.items()}
         moved = streamed.plan.read_bytes_per_step + streamed.plan.written_bytes_per_step
         print(
             f"{name:6} {window:>7} {threads:7} {streamed.plan.num_windows:8} "
             f"{median['step']:7.2f} {moved / median['step'] / 1e9:6.2f} "
-            f"{median['drive'] / median['step']:11.2f} {median['serial'] / median['step']:12.2f}",
+            f"{median['drive'] / median['step']:11.2f} {median['serial'] / median['step']:12.2f} "
+            f"{median['plain'] / median['step']:11.2f}",
             flush=True,
         )
 
@@ -173,9 +184,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["drive", "memory", "linear", "muon"])
     args = parser.parse_args()
     if args.only in (None, "drive"):
-        print(
-            "rule    window threads  windows  step s   GB/s  step/drive  step/serial (throughput)"
-        )
+        print("rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain")
         for name in args.optimizers:
             for window in args.windows:
                 for threads in args.threads:

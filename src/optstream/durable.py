@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 from pathlib import Path
 
 from optstream.errors import OutOfSpaceError, StoreError
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_libc = ctypes.CDLL(None, use_errno=True)
 
 TEMPORARY = ".tmp"
 """Suffix of what is not finished; nobody reads it."""
@@ -23,12 +28,20 @@ def write_file(path: Path, data: bytes) -> None:
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
+        try:
+            write_all(fd, memoryview(data), 0)
             os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise failed("write", path, error) from error
+
+
+def write_all(fd: int, data: memoryview, position: int) -> None:
+    """Write all of these bytes from a position of a file on; OSError if that cannot be."""
+    while data:
+        count = os.pwritev(fd, [data], position)
+        data, position = data[count:], position + count
 
 
 def sync(path: Path) -> None:
@@ -54,6 +67,22 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         raise failed("remove", path, error) from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the filesystem cannot.
+
+    Raises:
+        StoreError: it can, and refuses.
+    """
+    names = os.fsencode(one), os.fsencode(other)
+    result = _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    if result == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise StoreError(number, f"cannot put {one} in place of {other}: {os.strerror(number)}")
 
 
 def failed(verb: str, path: Path, error: OSError) -> StoreError:

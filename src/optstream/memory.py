@@ -63,15 +63,25 @@ def read_memory(proc: Path = PROC) -> MemoryUse:
     )
 
 
-def read_available_bytes(proc: Path = PROC) -> int:
+def read_total_bytes(proc: Path = PROC) -> int:
+    """Return the most memory this process may ever have: the machine's, or its limit's."""
+    total, limit = _read_kib(proc / "meminfo")["MemTotal"], read_memory(proc).limit_bytes
+    return total if limit is None else min(total, limit)
+
+
+def read_available_bytes(proc: Path = PROC, *, swap: bool = True) -> int:
     """Return how many more bytes this process could use before the kernel must refuse or kill.
 
     The least of what the machine has (MemAvailable and free swap), what each cgroup up the tree
     leaves when its page cache is reclaimed, and what the process itself may have (ulimit -d, -v).
+
+    Args:
+        swap: count what would have to go there.
     """
     fields = _read_kib(proc / "self/status")
     machine = _read_kib(proc / "meminfo")
-    rooms = [machine.get("MemAvailable", machine["MemFree"]) + machine.get("SwapFree", 0)]
+    rooms = [machine.get("MemAvailable", machine["MemFree"])]
+    rooms[0] += machine.get("SwapFree", 0) if swap else 0
     for group in read_groups(proc):
         if group.room_bytes is not None:
             rooms.append(group.room_bytes)

@@ -31,6 +31,7 @@ from optstream.checkpoint.match import by_name, check_class, check_shapes, some
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.loading import Loader
 from optstream.plan import Plan, parse_window_bytes
+from optstream.ram import Ram
 from optstream.report import Reporter, StepReport
 from optstream.rule import check_optimizer
 from optstream.state import StreamedState
@@ -66,12 +67,17 @@ def offload(
         directory: a directory on a drive, or one per drive: windows are striped over them.
         model: gives parameters their fully qualified names.
         window: bytes of state in memory together ("256MiB"); about four windows are the host memory
-        used. ram: bytes of state to keep in memory between steps; 0, the RAM tier is not part of
-        this version. store: "direct" (O_DIRECT files), "mapped" (files in the page cache, which
-        the kernel reclaims: for hosts with memory for most of the state) or "memory" (plain RAM;
-        nothing is on a drive). master_weights: keep float32 masters of bfloat16 and float16
-        parameters and update those. process_group: None; ranks are not part of this version.
-        io_threads: threads a drive. metrics: a JSONL file that gets one line a step.
+            used.
+        ram: state that stays in memory between steps, beside those windows, so that it causes no
+            traffic: "8GiB", "25%" of the state, or "auto" for what this process can spare (see
+            `Ram`). A save writes it.
+        store: "direct" (O_DIRECT files), "mapped" (files in the page cache, which the kernel
+            reclaims: for hosts with memory for most of the state) or "memory" (plain RAM; nothing
+            is on a drive, `ram` changes nothing).
+        master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
+        process_group: None; ranks are not part of this version.
+        io_threads: threads a drive.
+        metrics: a JSONL file that gets one line a step.
 
     Raises:
         ConfigError: an argument that cannot be used.
@@ -79,16 +85,17 @@ def offload(
         StoreError: the directory cannot hold the state; nothing is left there.
     """
     check_optimizer(optimizer)
-    if parse_bytes(ram, "ram") != 0:
-        raise ConfigError(f"ram={ram!r}: this version keeps no windows in RAM; leave ram=0")
     if process_group is not None:
         raise ConfigError("process_group: this version streams one process; leave it None")
     if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
     window_bytes = parse_window_bytes(parse_bytes(window, "window"))
+    budget = Ram(ram)
     with contextlib.ExitStack() as undo:
         opened = open_store(store, directory)
-        state = StreamedState(optimizer, opened, io_threads, window_bytes, master_weights, model)
+        state = StreamedState(
+            optimizer, opened, io_threads, window_bytes, budget, master_weights, model
+        )
         undo.callback(state.stream.close)
         reporter = Reporter(type(optimizer).__name__, 0, metrics)
         undo.callback(reporter.close)
@@ -185,7 +192,7 @@ class StreamedOptimizer(Optimizer):
             "update_s": self._state.update_s,
             "total_s": self._total_s,
         }
-        self.report = self._reporter.report(num_windows, totals)
+        self.report = self._reporter.report(num_windows, self.plan.resident_bytes, totals)
 
     def _check_writes(self) -> None:
         """Raise what could not be written, now that the step is complete."""

@@ -30,7 +30,8 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import ModelChangedError, StateChangedError, WindowIOError
 from optstream.headers import window_files
 from optstream.params import Bound, Describer, bind, parameter_names, unplanned
-from optstream.plan import Piece, Plan
+from optstream.plan import ParamSpec, Piece, Plan
+from optstream.ram import Ram
 from optstream.store.base import PIECE_BYTES, Store
 from optstream.stream import open_stream
 from optstream.units import format_bytes
@@ -56,15 +57,17 @@ class StreamedState:
         store: Store,
         io_threads: int,
         window_bytes: int,
+        ram: Ram,
         master_weights: bool,
         model: nn.Module | None,
     ) -> None:
-        self.plan = Plan(window_bytes, in_place=store.in_place, cached=store.cached)
+        self.plan = Plan(window_bytes, cached=store.cached)
         self.update_s = 0.0
         self.num_left = 0
         self.stream = open_stream(store, io_threads)
         self._optimizer = optimizer
         self._store = store
+        self._ram = ram
         self._describer = Describer(optimizer, master_weights)
         self._names = parameter_names(optimizer.param_groups, model)
         self._places: defaultdict[int, list[tuple[int, Piece]]] = defaultdict(list)
@@ -81,7 +84,7 @@ class StreamedState:
             with_state: names of parameters that get one in any case: frozen ones that once trained.
 
         Raises:
-            StoreError: the store cannot hold it; nothing was changed.
+            StoreError: the store, or memory, cannot hold it; nothing was changed.
         """
         groups = self._optimizer.param_groups
         state: dict[Tensor, Any] = dict(self._optimizer.state)
@@ -95,20 +98,27 @@ class StreamedState:
         ]
         if not new:
             return
-        plan = self.plan.extended(new)
-        self._store.reserve(window_files(plan, self.plan.num_windows))
-        self.stream.resize(plan)
+        plan = self._extended(new)
+        self.stream.extend(plan, window_files(plan, self.plan.num_windows))
         for window in range(self.plan.num_windows, plan.num_windows):
             for piece in plan.windows[window].pieces:
                 self._places[piece.param].append((window, piece))
         self.plan = plan
         log.info(
-            "%s: %d windows, %s of state, at most %s of host memory",
+            "%s: %d windows, %s of state, %d of them (%s) resident, at most %s of host memory",
             type(self._optimizer).__name__,
             plan.num_windows,
             format_bytes(plan.state_bytes),
+            plan.num_resident,
+            format_bytes(plan.resident_bytes),
             format_bytes(plan.peak_host_bytes),
         )
+
+    def _extended(self, new: Sequence[ParamSpec]) -> Plan:
+        plan = self.plan.extended(new)
+        if self._store.in_place:
+            return plan.with_resident(plan.data_bytes)
+        return self._ram.keep_in(plan, self.plan.peak_host_bytes if self.plan.windows else 0)
 
     def name_new_parameters(self) -> None:
         """Name parameters of groups that were added since."""

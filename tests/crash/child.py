@@ -58,15 +58,15 @@ class Killer:
 
 def without_exchange(monkey: Any) -> None:
     """Take away what not every filesystem has: exchanging two names."""
-    monkey._exchange = lambda one, other: False
+    monkey.exchange = lambda one, other: False
 
 
 def save_and_die(root: Path, killer: Killer, older: bool, exchange: bool) -> None:
     """Save over an older checkpoint, or for the first time; killed at one call."""
-    from optstream.checkpoint import directory
+    from optstream import durable
 
     if not exchange:
-        without_exchange(directory)
+        without_exchange(durable)
     params, optimizer = streamed(root / "live", shapes=((90, 130), (7,)))
     with optimizer:
         go_on(params, optimizer, range(2))

@@ -17,10 +17,11 @@ import os
 import stat
 from pathlib import Path
 
+from optstream import durable
 from optstream.checkpoint.manifest import Manifest
-from optstream.checkpoint.placing import pieces, place, write_all
+from optstream.checkpoint.placing import pieces, place
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.checkpoint.staging import MANIFEST, commit, replaced_path, staged, sync
+from optstream.checkpoint.staging import MANIFEST, commit, replaced_path, staged
 from optstream.errors import CheckpointError, OutOfSpaceError, StoreError
 from optstream.store.base import FrozenFile
 from optstream.store.files import check_digest
@@ -86,9 +87,9 @@ def _publish(snapshot: Snapshot, manifest: bytes, path: Path) -> None:
             place(file, target)
         for folder in {(staging / window.file).parent for window in snapshot.manifest.windows}:
             if folder.is_dir():
-                sync(folder)
-        _write(staging / MANIFEST, manifest)
-        sync(staging)
+                durable.sync(folder)
+        durable.write_file(staging / MANIFEST, manifest)
+        durable.sync(staging)
         commit(staging, path)
 
 
@@ -164,14 +165,3 @@ def _open_inside(path: Path) -> int:
         return os.open(path.name, flags | os.O_NONBLOCK, dir_fd=directory)
     finally:
         os.close(directory)
-
-
-def _write(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        write_all(fd, memoryview(data), 0)
-        os.fsync(fd)
-    except OSError as error:
-        raise StoreError(error.errno, f"cannot write {path}: {error.strerror}") from error
-    finally:
-        os.close(fd)

@@ -205,9 +205,10 @@ def _index(snapshot: Snapshot, places: dict[str, str]) -> dict[str, Any]:
 def _commit(staging: Path, target: Path, force: bool) -> None:
     """Give what is whole its name; without `force` nothing can be lost, even in a race."""
     if staging.is_dir():
-        if force and target.exists():
-            durable.remove_directory(target)
-        staging.rename(target)  # the kernel refuses a directory with something in it
+        if not (force and target.exists() and durable.exchange(staging, target)):
+            if force and target.exists():
+                durable.remove_directory(target)
+            staging.rename(target)  # the kernel refuses a directory with something in it
     elif force:
         staging.replace(target)
     else:

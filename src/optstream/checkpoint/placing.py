@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from optstream import durable
 from optstream.errors import OutOfSpaceError, StoreError, WindowReadError
 from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.store.files import check_digest
@@ -44,10 +45,10 @@ def _copy(file: FrozenFile, target: Path) -> None:
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, file.file_bytes)
-        write_all(fd, memoryview(os.pread(source, file.header_bytes, 0)), 0)
+        durable.write_all(fd, memoryview(os.pread(source, file.header_bytes, 0)), 0)
         for offset, piece in pieces(readable, memoryview(bytearray(PIECE_BYTES))):
             check_digest(piece, file.digests[offset], file.name, file.header_bytes + offset)
-            write_all(fd, piece, file.header_bytes + offset)
+            durable.write_all(fd, piece, file.header_bytes + offset)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -79,9 +80,3 @@ def pieces(file: FrozenFile, buffer: memoryview) -> Iterator[tuple[int, memoryvi
                 raise WindowReadError(file.name, position, len(piece), errno.EIO, "it ends there")
             done += count
         yield offset, piece
-
-
-def write_all(fd: int, data: memoryview, position: int) -> None:
-    while data:
-        count = os.pwritev(fd, [data], position)
-        data, position = data[count:], position + count

@@ -8,7 +8,6 @@ PATH.replaced      where the filesystem cannot exchange: the older one, for a mo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -18,14 +17,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from optstream import durable
 from optstream.errors import StoreError
 
 MANIFEST = "manifest.json"
 _RANK = re.compile(r"rank\d{5}", re.ASCII)
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 log = logging.getLogger("optstream")
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -55,13 +52,13 @@ def commit(staging: Path, path: Path) -> None:
     exchanged = False
     if not os.path.lexists(path):
         staging.rename(path)
-    elif _exchange(staging, path):
+    elif durable.exchange(staging, path):
         exchanged = True
     else:
         _remove(replaced)
         path.rename(replaced)
         staging.rename(path)
-    sync(path.parent)
+    durable.sync(path.parent)
     _remove(replaced)
     if exchanged:
         _remove(staging)
@@ -115,14 +112,6 @@ def _is_at(fd: int, path: Path) -> bool:
     return False
 
 
-def sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _remove(replaced: Path) -> None:
     """Remove a checkpoint that was replaced; another save may be doing that, or use its name."""
     if replaced.is_symlink():
@@ -136,15 +125,3 @@ def _remove(replaced: Path) -> None:
     if _is_at(lock, replaced):
         log.warning("%s, which was replaced, could not be removed", replaced)
     os.close(lock)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the filesystem cannot."""
-    names = os.fsencode(one), os.fsencode(other)
-    result = _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
-    if result == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise StoreError(number, f"cannot put {one} in place of {other}: {os.strerror(number)}")

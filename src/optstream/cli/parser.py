@@ -33,6 +33,17 @@ def window_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def ram_budget(text: str) -> str:
+    """Check what may stay in memory between steps."""
+    from optstream.ram import Ram  # with torch
+
+    try:
+        Ram(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a parser of whole numbers in a range, its ends included."""
 

@@ -54,7 +54,8 @@ class PageCache:
         Args:
             stored: windows that hold something; of others nothing is read.
         """
-        self._short = read_available_bytes() < plan.data_bytes + plan.data_bytes // 16
+        num_bytes = plan.data_bytes - plan.resident_bytes
+        self._short = read_available_bytes() < num_bytes + num_bytes // 16
         self._coming = deque(order)
         self._stored = stored
         for window in self._reads.keys() - set(order):  # a scan that went on otherwise

@@ -120,13 +120,16 @@ def place(plan: RunPlan) -> str:
     windows = f"{format_bytes(plan.state_bytes)} in {plan.num_windows} window{plural}"
     if config.store == "memory":
         return f"{windows}, in memory (--store memory)"
+    resident = (
+        f"{format_bytes(plan.resident_bytes)} of it resident, " if plan.resident_bytes else ""
+    )
     if config.store == "mapped":
         return (
             f"{windows} in files at {config.state_dir} and their page cache (--store mapped), "
-            f"other memory for it at most {format_bytes(plan.peak_host_bytes)}"
+            f"{resident}other memory for it at most {format_bytes(plan.peak_host_bytes)}"
         )
     return (
-        f"{windows} on the drive at {config.state_dir} (--store {config.store}), "
+        f"{windows} on the drive at {config.state_dir} (--store {config.store}), {resident}"
         f"host buffers at most {format_bytes(plan.peak_host_bytes)}"
     )
 
