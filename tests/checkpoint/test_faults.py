@@ -78,11 +78,10 @@ def test_a_load_that_fails_half_way_and_a_checkpoint_as_the_way_out(
     assert_same_bits(weights(other_params), after(3))
 
 
-@ON_DRIVE
 def test_after_a_step_that_failed_a_load_starts_anew(
-    store: str, tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, optimizer = streamed(tmp_path / "a", store=store)
+    params, optimizer = streamed(tmp_path / "a")
     with optimizer:
         go_on(params, optimizer, range(2))
         kept = weights(params)
