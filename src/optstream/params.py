@@ -59,9 +59,17 @@ def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
 class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
-    def __init__(self, optimizer: Optimizer, master_weights: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, master_weights: bool, device: str | None = None
+    ) -> None:
+        """Take an optimizer whose groups may grow later.
+
+        Args:
+            device: where the parameters will be, for those that are on the meta device now.
+        """
         self._optimizer = optimizer
         self._master_weights = master_weights
+        self._device = device
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -87,7 +95,7 @@ class Describer:
             position=position,
             shape=tuple(param.shape),
             dtype=param.dtype,
-            device=str(param.device),
+            device=self._device or str(param.device),
             states=states,
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
@@ -110,7 +118,7 @@ class Describer:
         param: Tensor,
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
-        accelerated = param.device.type != "cpu"
+        accelerated = torch.device(self._device or param.device).type != "cpu"
         key = (group, shape, stride, dtype, param.dtype, accelerated, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]

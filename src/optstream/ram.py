@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 
 from optstream.errors import ConfigError
@@ -15,7 +16,37 @@ MARGIN_SHARE = Fraction(1, 10)
 MIN_MARGIN_BYTES = 2**30
 
 _PERCENT = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*%\s*")
-_FORMS = 'or a share of the optimizer\'s state ("25%"), or "auto"'
+_SHARE = 'or a share of the optimizer\'s state ("25%")'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory for windows that stay: bytes, or a share of the optimizer's state."""
+
+    num_bytes: int = 0
+    share: Fraction = Fraction(0)
+
+    def of(self, plan: Plan) -> int:
+        """Return the bytes that a plan's windows may take."""
+        return self.num_bytes + math.floor(self.share * plan.data_bytes)
+
+
+def parse_budget(ram: int | str) -> Budget:
+    """Return what a size, or a text such as "25%", stands for.
+
+    Raises:
+        ConfigError: neither of them, or more than all of the state.
+    """
+    percent = _PERCENT.fullmatch(ram) if isinstance(ram, str) else None
+    if percent is None:
+        try:
+            return Budget(parse_bytes(ram, "ram"))
+        except ConfigError as error:
+            raise ConfigError(f"{error}, {_SHARE}") from error
+    share = Fraction(percent[1]) / 100
+    if share > 1:
+        raise ConfigError(f"ram={ram!r}: give at most 100% of the optimizer's state")
+    return Budget(share=share)
 
 
 class Ram:
@@ -33,16 +64,19 @@ class Ram:
             ConfigError: not a budget, or more than this process may have.
         """
         self._given = ram
-        self._share = Fraction(0)
-        self._num_bytes = 0
-        self._auto = isinstance(ram, str) and ram.strip().lower() == "auto"
-        percent = _PERCENT.fullmatch(ram) if isinstance(ram, str) else None
-        if percent is not None:
-            self._share = Fraction(percent[1]) / 100
-        elif not self._auto:
-            self._num_bytes = _parse_bytes(ram)
-        if self._share > 1:
-            raise ConfigError(f"ram={ram!r}: give at most 100% of the optimizer's state")
+        self._budget: Budget | None = None
+        if isinstance(ram, str) and ram.strip().lower() == "auto":
+            return
+        try:
+            self._budget = parse_budget(ram)
+        except ConfigError as error:
+            raise ConfigError(f'{error}, or "auto"') from error
+        total_bytes = read_total_bytes()
+        if self._budget.num_bytes > total_bytes:
+            raise ConfigError(
+                f"ram={ram!r} is more than the {format_bytes(total_bytes)} of memory that this "
+                f'process may have; give less, {_SHARE}, or "auto"'
+            )
 
     def keep_in(self, plan: Plan, memory_bytes: int = 0) -> Plan:
         """Return a plan with as many of its windows resident as the budget allows.
@@ -68,25 +102,11 @@ class Ram:
         return resident
 
     def _budget_bytes(self, plan: Plan, memory_bytes: int) -> int:
-        if not self._auto:
-            return self._num_bytes + math.floor(self._share * plan.data_bytes)
+        if self._budget is not None:
+            return self._budget.of(plan)
         margin_bytes = max(MIN_MARGIN_BYTES, math.floor(read_total_bytes() * MARGIN_SHARE))
         others_bytes = plan.peak_host_bytes - memory_bytes + _gradient_bytes(plan) + margin_bytes
         return plan.resident_bytes + read_available_bytes(swap=False) - others_bytes
-
-
-def _parse_bytes(ram: int | str) -> int:
-    try:
-        num_bytes = parse_bytes(ram, "ram")
-    except ConfigError as error:
-        raise ConfigError(f"{error}, {_FORMS}") from error
-    total_bytes = read_total_bytes()
-    if num_bytes > total_bytes:
-        raise ConfigError(
-            f"ram={ram!r} is more than the {format_bytes(total_bytes)} of memory that this process "
-            f"may have; give less, {_FORMS}"
-        )
-    return num_bytes
 
 
 def _gradient_bytes(plan: Plan) -> int:

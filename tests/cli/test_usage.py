@@ -12,7 +12,7 @@ import optstream
 
 WRONG = {
     "no command": ([], "COMMAND"),
-    "unknown command": (["doctor", "."], "doctor"),
+    "unknown command": (["doctors", "."], "doctors"),
     "unknown flag": (["train", "--windows", "64MiB"], "--windows"),
     "abbreviated flag": (["train", "--step", "3"], "--step"),
     "stray word": (["train", "tiny"], "tiny"),
@@ -62,6 +62,17 @@ WRONG = {
     "verify nothing": (["verify"], "CKPT"),
     "inspect nothing": (["inspect"], "CKPT"),
     "export nowhere": (["export", "c"], "OUT"),
+    "doctor of nothing": (["doctor"], "DIR"),
+    "unknown flag of doctor": (["doctor", ".", "--fast"], "--fast"),
+    "ls nothing": (["ls"], "DIR"),
+    "ls of two": (["ls", ".", ".."], ".."),
+    "plan nothing": (["plan"], "MODEL"),
+    "plan without units known": (["plan", "7B", "--space", "2 much"], "--space"),
+    "plan for nothing": (["plan", "7B", "--memory", "0"], "--memory"),
+    "plan for a rate of nothing": (["plan", "7B", "--bandwidth", "0/s"], "--bandwidth"),
+    "plan with the RAM of another machine": (["plan", "7B", "--ram", "auto"], "--ram"),
+    "plan for no time": (["plan", "7B", "--step-time", "0"], "--step-time"),
+    "plan an unknown optimizer": (["plan", "7B", "--optimizer", "lion"], "--optimizer"),
     "unknown flag of inspect": (["inspect", "c", "--yaml"], "--yaml"),
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from optstream.errors import StoreError, WindowReadError, WindowWriteError
 from optstream.memory import read_memory
-from optstream.store import WindowFile, linux, open_store
+from optstream.store import WindowFile, open_store, pages
 from optstream.store.base import Store
 from optstream.store.mapped import Mapped
 
@@ -46,9 +46,9 @@ def drop_clean_pages(store: Mapped, window: int) -> int:
     live = store._held.live[window]
     assert live.view is not None
     # pages that are mapped are not dropped: this is what reclaim does to them
-    linux._libc.madvise(linux.address_of(live.view), len(live.view), 4)  # MADV_DONTNEED
+    pages._libc.madvise(pages.address_of(live.view), len(live.view), 4)  # MADV_DONTNEED
     os.posix_fadvise(live.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return linux.count_missing_bytes(live.fd, 4096 + NUM_BYTES)
+    return pages.count_missing_bytes(live.fd, 4096 + NUM_BYTES)
 
 
 def test_the_state_is_page_cache(opened: Opened, windows: Windows, drive_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_failed_write_is_told_and_stays_in_memory(
         real(view)  # the kernel takes pages that it failed to write for clean
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    real = linux.sync_mapping
+    real = pages.sync_mapping
     with monkeypatch.context() as drive:
-        drive.setattr(linux, "sync_mapping", fail)
+        drive.setattr(pages, "sync_mapping", fail)
         with pytest.raises(WindowWriteError, match=r"window 0.*errno 5") as caught:
             store.write_back(0)
     assert caught.value.offset == 4096
@@ -120,7 +120,7 @@ def test_a_page_that_cannot_be_read_is_an_error_and_no_signal(store: Mapped) -> 
 def test_an_old_kernel_brings_pages_in_when_they_are_touched(
     store: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linux, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 9999)
     store.bring_in(0)
     assert store.view(0)[NUM_BYTES - 1] == 5
 

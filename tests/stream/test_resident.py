@@ -43,8 +43,8 @@ def step_and_settle(optimizer: StreamedOptimizer, store: FakeStore) -> tuple[lis
     return store.take("read"), store.take("write")
 
 
-def plain_params(num_steps: int) -> list[nn.Parameter]:
-    params = one_param_a_window(NUM_WINDOWS)
+def plain_params(num_steps: int, num_params: int) -> list[nn.Parameter]:
+    params = one_param_a_window(num_params)
     optimizer = Watched(params)
     for _ in range(num_steps):
         optimizer.step()
@@ -52,7 +52,7 @@ def plain_params(num_steps: int) -> list[nn.Parameter]:
 
 
 def assert_same(params: list[nn.Parameter], num_steps: int) -> None:
-    for param, expected in zip(params, plain_params(num_steps), strict=True):
+    for param, expected in zip(params, plain_params(num_steps, len(params)), strict=True):
         assert torch.equal(param, expected)
 
 
@@ -263,8 +263,8 @@ def test_a_step_waits_for_the_write_of_a_save_that_was_interrupted(store: FakeSt
         step_and_settle(optimizer, store)
         store.before = lambda verb, window: gate.wait(WAIT_S)
         with stream._changed:  # as far as a save comes
-            for window, slot in stream._buffers.resident.items():
-                stream._transfers.write(slot, window)
+            for window, slot in stream._resident._slots.items():
+                stream._transfers.write(slot, window, {})
         threading.Timer(0.2, gate.set).start()
         optimizer.step()
         assert gate.is_set()
@@ -338,7 +338,7 @@ def test_a_group_without_memory_for_it_is_not_added(
             raise OSError(errno.ENOMEM, "")
 
         with monkeypatch.context() as patched:
-            patched.setattr("optstream.stream.buffers.allocate_memory", refused)
+            patched.setattr("optstream.stream.resident.allocate_memory", refused)
             with pytest.raises(OutOfSpaceError, match=r"need 192\.0 KiB of memory, .* smaller ram"):
                 optimizer.add_param_group({"params": params[6:]})
         assert optimizer.plan is plan

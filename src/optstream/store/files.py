@@ -18,9 +18,10 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from errno import EINVAL, EIO, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
+from functools import cached_property
 from pathlib import Path
 
 import xxhash
@@ -31,6 +32,7 @@ from optstream.store import linux
 from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
 from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
+from optstream.store.pages import map_shared
 from optstream.store.transfer import read_whole, write_whole
 
 _NO_NAMELESS_FILES = {EOPNOTSUPP, EISDIR, ENOENT, EINVAL}
@@ -114,7 +116,7 @@ class LiveFile:
             StoreError: the filesystem or a limit does not allow it.
         """
         try:
-            self.view = linux.map_shared(self.fd, os.fstat(self.fd).st_size)[self.header_bytes :]
+            self.view = map_shared(self.fd, os.fstat(self.fd).st_size)[self.header_bytes :]
         except OSError as error:
             number = error.errno or EIO
             raise StoreError(
@@ -145,18 +147,25 @@ class LiveFile:
 class Drive:
     """One directory that window files are made in."""
 
-    def __init__(self, directory: Path, *, cached: bool = False) -> None:
-        """Name the directory.
+    def __init__(
+        self,
+        directory: Path,
+        announce: Callable[[str], None] = log.warning,
+        *,
+        cached: bool = False,
+    ) -> None:
+        """Name the directory; nothing is touched.
 
         Args:
+            announce: is told, once each, what the filesystem cannot do and what is done instead.
             cached: make files that are mapped, not ones for direct I/O.
         """
         self.directory = directory
+        self._announce = announce
         self._cached = cached
         self._made: list[Path] = []
         self._claim: Claim | None = None
         self._direct = not cached
-        self._copies_on_write = False
         self._num_named = 0
         self._warned: set[str] = set()
 
@@ -168,8 +177,6 @@ class Drive:
         """
         self._made += make_directory(self.directory)
         purge_stale(self.directory)
-        mount = find_mount(self.directory)
-        self._copies_on_write = mount is not None and mount.kind == "btrfs"
 
     def create(self, window: int, file: WindowFile) -> LiveFile:
         """Make a window's file, reserve all of it, write its header; the data reads as zeros.
@@ -234,6 +241,11 @@ class Drive:
             if self._copies_on_write:
                 linux.overwrite_in_place(fd)
             return live
+
+    @cached_property
+    def _copies_on_write(self) -> bool:
+        mount = find_mount(self.directory)
+        return mount is not None and mount.kind == "btrfs"
 
     def _check_alignment(self, live: LiveFile) -> None:
         align_bytes = linux.direct_align_bytes(live.fd) if live.direct else None
@@ -300,7 +312,7 @@ class Drive:
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            log.warning("%s: %s", self.directory, text)
+            self._announce(f"{self.directory}: {text}")
 
 
 def check_digest(buffer: memoryview, digest: int | None, name: str, position: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from optstream.errors import WindowReadError, WindowWriteError
-from optstream.store import linux
+from optstream.store import pages
 from optstream.store.base import PAGE_BYTES, PIECE_BYTES, FrozenFile
 from optstream.store.files import LiveFile, check_digest
 from optstream.store.on_drive import OnDrive
@@ -42,8 +42,11 @@ class Mapped(OnDrive):
 
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
         live = self._file(window, offset, buffer)
-        self._copy_old(window)
+        old = self._held.old.pop(window, None)
+        if old is not None:  # all of it is written: nothing needs to be copied
+            old.remove()
         live.write(offset, buffer)
+        _sync(live, offset, len(buffer))
 
     def view(self, window: int) -> memoryview:
         self._check_usable()
@@ -69,7 +72,7 @@ class Mapped(OnDrive):
         missing_bytes = _read_ahead(live, len(view))
         if len(view):
             try:
-                linux.populate(view, writable=True)
+                pages.populate(view, writable=True)
             except OSError as error:
                 _check_readable(live, len(view))
                 number = error.errno or EIO
@@ -84,14 +87,7 @@ class Mapped(OnDrive):
         self._copy_old(window)
         view = _view(live)
         self._take_digests(window)
-        try:
-            if len(view):
-                linux.sync_mapping(view)
-        except OSError as error:
-            # the kernel takes the pages for written; dirty ones stay in memory and are tried again
-            view[::PAGE_BYTES] = bytes(view[::PAGE_BYTES])
-            number = error.errno or EIO
-            raise WindowWriteError(live.name, live.header_bytes, len(view), number) from error
+        _sync(live, 0, len(view))
         return len(view)
 
     def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
@@ -148,10 +144,23 @@ def _view(live: LiveFile) -> memoryview:
 def _read_ahead(live: LiveFile, num_bytes: int) -> int:
     """Start reading a file's data into the page cache; return the bytes that were not there."""
     end = live.header_bytes + num_bytes
-    missing_bytes = linux.count_missing_bytes(live.fd, end)
+    missing_bytes = pages.count_missing_bytes(live.fd, end)
     for position in range(0, end if missing_bytes else 0, _ADVICE_BYTES):
         os.posix_fadvise(live.fd, position, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
     return missing_bytes
+
+
+def _sync(live: LiveFile, offset: int, num_bytes: int) -> None:
+    if num_bytes == 0:
+        return
+    part = _view(live)[offset : offset + num_bytes]
+    try:
+        pages.sync_mapping(part)
+    except OSError as error:
+        # the kernel takes the pages for written; dirty ones stay in memory and are tried again
+        part[::PAGE_BYTES] = bytes(part[::PAGE_BYTES])
+        position, number = live.header_bytes + offset, error.errno or EIO
+        raise WindowWriteError(live.name, position, num_bytes, number) from error
 
 
 def _check_readable(live: LiveFile, num_bytes: int) -> None:

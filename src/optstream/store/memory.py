@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from optstream.errors import ClosedError, OutOfSpaceError
 from optstream.memory import read_available_bytes
-from optstream.store import linux
 from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
+from optstream.store.pages import map_private
 from optstream.units import format_bytes
 
 
@@ -35,7 +35,7 @@ class Memory(Store):
         if needed_bytes > available_bytes:
             raise _too_large(needed_bytes, available_bytes)
         try:
-            windows += [linux.map_private(file.data_bytes) for file in files]
+            windows += [map_private(file.data_bytes) for file in files]
             self._specs += files
         except OSError as error:
             raise _too_large(needed_bytes, available_bytes) from error

@@ -5,93 +5,98 @@ Resident windows are apart from that: they have memory of their own, and a save 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from optstream.errors import WindowIOError
+from optstream.memory import read_available_bytes
 from optstream.plan import Plan
-from optstream.store.base import PIECE_BYTES, FrozenFile, Store, WindowFile, freeze_copy
+from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
 from optstream.stream import lane as lanes
-from optstream.stream.buffers import Buffers
 from optstream.stream.page_cache import PageCache
 from optstream.stream.part import read_part
-from optstream.stream.slots import Slot, SlotState, view
-from optstream.stream.transfers import Counters
+from optstream.stream.resident import Resident
+from optstream.stream.slots import Slot, view
+from optstream.stream.transfers import Transfers
 
 
 class PagedStream:
     """Joins a plan's windows, a `cached` store and the update; its methods are those of Stream."""
 
     def __init__(self, store: Store, io_threads: int) -> None:
-        self.counters = Counters()
         self._store = store
         self._plan = Plan(window_bytes=0)
+        self._lanes = lanes.Lanes()
+        self._changed = threading.Condition()
+        self._transfers = Transfers(store, io_threads, self._changed, then=lanes.nothing)
+        self._resident = Resident(store, self._transfers, self._changed)
+        self.counters = self._transfers.counters
         self._pages = PageCache(store, io_threads, self.counters)
-        self._buffers = Buffers(store)
-        self._stored: set[int] = set()
 
     def extend(self, plan: Plan, files: Sequence[WindowFile]) -> None:
         self.drain()
-        room = self._buffers.make_room(plan)
+        room = self._resident.make_room(plan)
         self._store.reserve(files)
-        self._buffers.resize(plan, room)
+        self._lanes.drop()
+        self._resident.extend(plan, room)
         self._plan = plan
+        self._transfers.open(self._store.num_drives)
 
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
     ) -> Generator[tuple[int, Tensor], None, None]:
         self._pages.retry()
         self.check()
-        paged = [window for window in order if window not in self._plan.resident]
-        self._pages.start(self._plan, paged, self._stored)
+        paged = [window for window in order if window not in self._resident]
+        self._pages.start(self._plan, paged, self._transfers.stored)
         unloaded: list[lanes.Wait] = []
-        busy = None
         try:
             for window in order:
-                host, busy = self._host(window), window
+                slot = self._acquire(window)
                 # pages are not pinned: the kernel could not reclaim them
-                lane = self._buffers.lane(devices[window])
-                buffer = lane.load(host)
+                lane = self._lanes.get(
+                    devices[window], self._plan.largest_bytes, self._resident.hosts
+                )
+                buffer = lane.load(slot.tensor)
                 lane.wait_loaded()
                 yield window, buffer
-                unloaded.append(lane.unload(host))
-                self._release(window, unloaded[-1])
-                busy = None
+                unloaded.append(lane.unload(slot.tensor))
+                self._release(slot, window, unloaded[-1])
         except BaseException:
-            self._abandon(busy)
+            self._lanes.settle()
+            self._pages.settle()
+            self._resident.abandon()
             raise
         for wait in unloaded:
             wait()
-        self._pages.start(self._plan, paged[::-1], self._stored)
+        self._pages.start(self._plan, paged[::-1], self._transfers.stored)
 
     def freeze(self) -> dict[int, FrozenFile]:
         self._pages.write_back()
-        errors = self._pages.errors.keys() | self._write_resident()
-        frozen = self._store.freeze(sorted(self._stored - errors))
+        errors = {**self._pages.errors, **self._resident.save()}
+        num_bytes = sum(self._store.file(window).file_bytes for window in errors)
+        if num_bytes > read_available_bytes():
+            raise next(iter(errors.values()))
+        frozen = self._store.freeze(sorted(self._transfers.stored - errors.keys()))
         for window in errors:
-            own = self._buffers.resident.get(window)
-            data = self._store.view(window) if own is None else own.memory
-            name = f"window {window} in memory"
-            frozen[window] = freeze_copy(self._store.file(window), data, name)
+            slot, file = self._resident.holding(window), self._store.file(window)
+            data = slot.memory if slot else self._store.view(window)
+            frozen[window] = freeze_copy(file, data, f"window {window} in memory")
         return frozen
 
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         self._pages.settle()
-        slot = self._buffers.holding(window)
+        slot = self._resident.holding(window)
         if slot is not None:
-            slot.ready()
             return slot.tensor[offset : offset + num_bytes].clone()
         return read_part(self._store, window, offset, num_bytes)
 
     def replace(self, windows: Iterable[int]) -> None:
         self._pages.forget()
-        for slot in self._buffers:
-            slot.ready()
-            slot.put(SlotState.FREE, None)
-            slot.newer = False
-        self._stored = set(windows)
+        self._resident.forget()
+        self._transfers.stored = set(windows)
 
     def drain(self) -> None:
         self._pages.settle()
@@ -105,71 +110,26 @@ class PagedStream:
 
     def close(self) -> None:
         self._pages.close()
+        self._transfers.close()
         try:
-            self._buffers.close()
+            self._lanes.drop()
+            self._lanes.unpin()
+            self._resident.close()
         finally:
             self._store.close()
 
-    # -- a window of the scan -----------------------------------
+    def _acquire(self, window: int) -> Slot:
+        if window in self._resident:
+            return self._resident.acquire(window)
+        self._pages.wait(window)
+        slot = view(self._store.view(window))
+        if window not in self._transfers.stored:
+            slot.tensor.zero_()
+        return slot
 
-    def _host(self, window: int) -> Tensor:
-        """Return where a window is to be updated, once its bytes are there."""
-        slot = self._buffers.resident.get(window)
-        if slot is None:
-            self._pages.wait(window)
-            host = view(self._store.view(window)).tensor
+    def _release(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
+        if window in self._resident:
+            self._resident.release(slot, window, ready)
         else:
-            slot.ready()
-            host = slot.tensor
-            if slot.window is None and window in self._stored:
-                self._move(window, slot, self._store.read)
-                self.counters.read_bytes += len(slot.memory)
-            slot.put(SlotState.READY, window)
-        return host if window in self._stored else host.zero_()
-
-    def _release(self, window: int, ready: lanes.Wait) -> None:
-        self._stored.add(window)
-        slot = self._buffers.resident.get(window)
-        if slot is None:
+            self._transfers.stored.add(window)
             self._pages.updated(window, ready)
-        else:
-            slot.ready, slot.newer = ready, True
-
-    def _abandon(self, busy: int | None) -> None:
-        """Drop a resident window whose update did not end, where the drive has it."""
-        self._buffers.lanes.settle()
-        self._pages.settle()
-        slot = None if busy is None else self._buffers.resident.get(busy)
-        if slot is not None and not slot.newer:
-            slot.put(SlotState.FREE, None)
-
-    # -- resident windows ---------------------------------------
-
-    def _write_resident(self) -> set[int]:
-        """Write resident windows that the drive has not got; return those that cannot be."""
-        failed = set()
-        for window, slot in self._buffers.resident.items():
-            if not slot.newer:
-                continue
-            slot.ready()
-            try:
-                self._store.prepare_write(window)
-                self._move(window, slot, self._store.write)
-                num_bytes = self._store.write_back(window)
-            except WindowIOError:
-                failed.add(window)
-                continue
-            slot.newer = False
-            self.counters.written_bytes += num_bytes
-            self.counters.saved_bytes += num_bytes
-        return failed
-
-    def _move(
-        self, window: int, slot: Slot, transfer: Callable[[int, int, memoryview], None]
-    ) -> None:
-        try:
-            for offset in range(0, len(slot.memory), PIECE_BYTES):
-                transfer(window, offset, slot.memory[offset : offset + PIECE_BYTES])
-        except WindowIOError as error:
-            error.window = window
-            raise

@@ -2,8 +2,7 @@
 
 The thread that steps asks for windows in an order and gets them one after another; other windows
 are moved meanwhile (transfers.py). `_pump` starts reads into every slot that may be taken, whenever
-something changes: when the scan moves on and when a transfer is through. A resident window is read
-once and written by `freeze` alone.
+something changes: when the scan moves on and when a transfer is through.
 """
 
 from __future__ import annotations
@@ -11,21 +10,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from optstream.errors import WindowIOError
 from optstream.memory import read_available_bytes
-from optstream.plan import NUM_SLOTS, Plan
+from optstream.plan import Plan
 from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
 from optstream.stream import lane as lanes
-from optstream.stream.buffers import Buffers
 from optstream.stream.part import read_part
-from optstream.stream.slots import Slot, SlotState
+from optstream.stream.resident import Resident
+from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
 from optstream.stream.transfers import Transfers
 
 
@@ -38,28 +35,35 @@ class Stream:
     def __init__(self, store: Store, io_threads: int) -> None:
         self._store = store
         self._plan = Plan(window_bytes=0)
-        self._buffers = Buffers(store)
-        self._to_come: deque[int] = deque()
+        self._slots: list[Slot] = []
+        self._lanes = lanes.Lanes()
         self._next_use: dict[int, int] = {}
+        self._write_errors: dict[int, Exception] = {}
         self._changed = threading.Condition()
         self._transfers = Transfers(store, io_threads, self._changed, then=self._pump)
+        self._resident = Resident(store, self._transfers, self._changed)
         self.counters = self._transfers.counters
 
     def extend(self, plan: Plan, files: Sequence[WindowFile]) -> None:
-        """Make room for a larger plan in memory and in the store.
+        """Make room for a larger plan, in memory and in the store.
 
         Args:
             files: what the store must hold for the windows that are new.
 
         Raises:
             WindowWriteError: what slots hold is not on the drive and still cannot be written.
-            StoreError: the store or memory cannot hold the new windows; nothing was changed.
+            StoreError: the store, or memory, cannot hold the new windows; nothing was changed.
         """
         self.drain()
-        room = self._buffers.make_room(plan)
+        room = self._resident.make_room(plan)
         self._store.reserve(files)
-        self._buffers.resize(plan, room)
-        self._plan = plan
+        self._lanes.drop()
+        self._resident.extend(plan, room)
+        before, self._plan = self._plan, plan
+        if (plan.slot_bytes, plan.num_slots) != (before.slot_bytes, before.num_slots):
+            self._lanes.unpin()
+            self._slots = []  # before there are others: both would pass the bound
+            self._slots = [allocate(plan.slot_bytes) for _ in range(plan.num_slots)]
         self._transfers.open(self._store.num_drives)
 
     def windows(
@@ -76,20 +80,23 @@ class Stream:
                 as slots run out; else see `check`. What could not be written stays in its slot.
         """
         self._retry_writes()
-        self._look_ahead(order)
+        streamed = [window for window in order if window not in self._resident]
+        self._look_ahead(streamed)
         try:
             for window in order:
-                slot = self._acquire(window)
+                resident = window in self._resident
+                slot = self._resident.acquire(window) if resident else self._acquire(window)
                 host = slot.tensor[: self._plan.windows[window].data_bytes]
-                lane = self._buffers.lane(devices[window])
+                lane = self._lane(devices[window])
                 buffer = lane.load(host)
                 lane.wait_loaded()
                 yield window, buffer
-                self._release(slot, window, lane.unload(host))
+                release = self._resident.release if resident else self._write
+                release(slot, window, lane.unload(host))
         except BaseException:
             self._abandon()
             raise
-        self._look_ahead(list(reversed(order)))
+        self._look_ahead(streamed[::-1])
 
     def freeze(self) -> dict[int, FrozenFile]:
         """Make every window's bytes on the drive immutable and return them; none is under way.
@@ -99,18 +106,18 @@ class Stream:
 
         Raises:
             OutOfSpaceError: no space for the next writes; nothing was frozen.
-            WindowWriteError: resident windows cannot be written, nor copied in memory; nothing was
-                frozen.
+            WindowWriteError: resident windows cannot be written, and memory cannot hold copies;
+                nothing was frozen.
         """
         with contextlib.suppress(WindowIOError):
             self.drain()
-        errors = {**self._transfers.write_errors, **self._write_resident()}
+        errors = {**self._write_errors, **self._resident.save()}
         num_bytes = sum(self._store.file(window).file_bytes for window in errors)
         if num_bytes > read_available_bytes():
             raise next(iter(errors.values()))
         frozen = self._store.freeze(sorted(self._transfers.stored - errors.keys()))
         for window in errors:
-            slot, file = self._buffers.holding(window), self._store.file(window)
+            slot, file = self._holding(window), self._store.file(window)
             assert slot is not None
             data = slot.memory[: file.data_bytes]
             frozen[window] = freeze_copy(file, data, f"window {window} in memory")
@@ -120,9 +127,8 @@ class Stream:
         """Return a copy of some of a window's bytes, as they are now."""
         with self._changed:
             self._transfers.settle()
-            slot = self._buffers.holding(window)
+            slot = self._holding(window)
             if slot is not None:
-                slot.ready()
                 return slot.tensor[offset : offset + num_bytes].clone()
         return read_part(self._store, window, offset, num_bytes)
 
@@ -132,17 +138,15 @@ class Stream:
         The next update of any other starts from zeros and reads nothing.
         """
         with self._changed:
-            self._to_come.clear()
-            self._transfers.settle()
-            for slot in self._buffers:
-                slot.ready()
+            self._next_use = {}
+            self._resident.forget()
+            for slot in self._slots:
                 slot.put(SlotState.FREE, None)
-                slot.newer = False
-            self._transfers.write_errors.clear()
+            self._write_errors.clear()
             self._transfers.stored = set(windows)
 
     def drain(self) -> None:
-        """Wait until every window that is not resident is on the drive.
+        """Wait until all windows but resident ones are on the drive.
 
         Raises:
             WindowWriteError: one cannot be written.
@@ -154,11 +158,14 @@ class Stream:
     def close(self) -> None:
         """Wait for transfers, end all threads and give back the buffers and the store's files."""
         with self._changed:
-            self._to_come.clear()
+            self._next_use = {}
         # the threads end with what they were given; slots tell less after an interrupted step
         self._transfers.close()
         try:
-            self._buffers.close()
+            self._lanes.drop()
+            self._lanes.unpin()
+            self._slots = []
+            self._resident.close()
         finally:
             self._store.close()
 
@@ -166,7 +173,6 @@ class Stream:
 
     def _look_ahead(self, order: Sequence[int]) -> None:
         with self._changed:
-            self._to_come = deque(order)
             self._next_use = {window: position for position, window in enumerate(order)}
             self._transfers.read_errors.clear()
             self._pump()
@@ -176,46 +182,31 @@ class Stream:
         with self._changed:
             while True:
                 self._pump()
-                slot = self._buffers.holding(window)
+                slot = holding(self._slots, window)
                 if slot is not None and slot.state is SlotState.READY:
                     break
                 if slot is not None and slot.state is SlotState.DIRTY:
                     # an update that fails would spoil the only copy; the next step writes it first
-                    raise self._transfers.write_errors[window]
+                    raise self._write_errors[window]
                 if window in self._transfers.read_errors:
                     raise self._transfers.read_errors.pop(window)
                 if slot is None and self._transfers.idle:
-                    raise next(iter(self._transfers.write_errors.values()))
+                    raise next(iter(self._write_errors.values()))
                 self._wait(reading=slot is not None and slot.state is SlotState.READING)
             slot.state = SlotState.BUSY
             self._next_use.pop(window, None)
-        slot.ready()
         if window not in self._transfers.stored:
             slot.tensor.zero_()
         return slot
 
-    def _release(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
-        """Write a window that was updated, or keep it if it is resident."""
-        slot.ready = ready
-        with self._changed:
-            if window not in self._buffers.resident:
-                self._transfers.write(slot, window)
-                return
-            self._transfers.stored.add(window)
-            slot.newer = True
-            slot.state = SlotState.READY
-
     def _abandon(self) -> None:
         """Drop the window whose update did not end, and read no further ahead."""
-        self._buffers.lanes.settle()
+        self._lanes.settle()
         with self._changed:
-            self._to_come.clear()
-            for slot in self._buffers:
-                if slot.state is not SlotState.BUSY:
-                    continue
-                if slot.newer:
-                    slot.state = SlotState.READY  # there is no other copy
-                else:
+            self._next_use = {}
+            self._resident.abandon()
+            for slot in self._slots:
+                if slot.state is SlotState.BUSY:
                     slot.put(SlotState.FREE, None)
             # a read that is about to fail belongs to this attempt, not to the next one
             self._changed.wait_for(lambda: not self._transfers.num_reading)
@@ -230,58 +221,46 @@ class Stream:
             self.counters.write_wait_s += waited
 
     def _pump(self) -> None:
-        """Start reading the windows to come, in their order, while there are slots for them."""
-        while self._to_come and self._transfers.num_reading < NUM_SLOTS:
-            window = self._to_come[0]
-            if self._buffers.holding(window) is None:
-                slot = self._buffers.place(window, self._next_use)
-                if slot is None:
-                    return
-                self._transfers.read(slot, window)
-            self._to_come.popleft()
+        """Start reading every window to come for which there is a slot."""
+        for window in self._next_use:
+            if holding(self._slots, window) is not None or window in self._transfers.read_errors:
+                continue
+            slot = choose(self._slots, window, self._next_use)
+            if slot is None:
+                return
+            self._transfers.read(slot, window)
 
-    # -- what is not on the drive ------------------------------
+    # -- transfers ----------------------------------------------
+
+    def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
+        with self._changed:
+            slot.ready = ready
+            self._transfers.write(slot, window, self._write_errors)
 
     def _retry_writes(self) -> None:
         """Write what could not be written before; WindowWriteError if it still cannot."""
         with self._changed:
-            for slot in self._buffers:
+            for slot in self._slots:
                 if slot.state is SlotState.DIRTY:
                     assert slot.window is not None
-                    self._transfers.write_errors.pop(slot.window, None)
-                    self._transfers.write(slot, slot.window)
+                    self._write_errors.pop(slot.window, None)
+                    self._transfers.write(slot, slot.window, self._write_errors)
                     start = time.perf_counter()
-                    self._changed.wait_for(partial(_is_written, slot))
+                    self._transfers.wait(slot)
                     self.counters.write_wait_s += time.perf_counter() - start
         self.check()
 
     def check(self) -> None:
         """Raise the error of a window that could not be written and is kept in its slot, if any."""
         with self._changed:
-            if self._transfers.write_errors:
-                raise next(iter(self._transfers.write_errors.values()))
+            if self._write_errors:
+                raise next(iter(self._write_errors.values()))
 
-    def _write_resident(self) -> dict[int, Exception]:
-        """Write resident windows that the drive has not got; return the errors by window."""
-        errors: dict[int, Exception] = {}
-        if self._store.in_place:
-            for slot in self._buffers:
-                slot.ready()
-            return errors
-        with self._changed:
-            newer = {w: slot for w, slot in self._buffers.resident.items() if slot.newer}
-            for window, slot in newer.items():
-                try:
-                    self._transfers.write(slot, window)
-                except WindowIOError as error:
-                    errors[window] = error
-            self._transfers.settle()
-            for window, slot in newer.items():
-                if slot.state is SlotState.DIRTY:
-                    errors[window] = self._transfers.write_errors.pop(window)
-                    slot.state = SlotState.READY
-        return errors
+    # -- buffers ----------------------------------------------
 
+    def _holding(self, window: int) -> Slot | None:
+        return self._resident.holding(window) or holding(self._slots, window)
 
-def _is_written(slot: Slot) -> bool:
-    return slot.state is not SlotState.WRITING
+    def _lane(self, device: torch.device) -> lanes.Lane:
+        hosts = [*(slot.tensor for slot in self._slots), *self._resident.hosts]
+        return self._lanes.get(device, self._plan.largest_bytes, hosts)

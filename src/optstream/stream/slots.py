@@ -1,4 +1,4 @@
-"""Slots: the host buffers that hold windows, and which of the few shared ones to use next.
+"""Slots: the few reusable host buffers that hold windows, and which of them to use next.
 
     FREE ──► READING ──► READY ──► BUSY ──► WRITING ──► READY
                │ error     ▲ never stored      │ error
@@ -6,22 +6,19 @@
              FREE ─────────┘                 DIRTY ──► WRITING (retried)
 
 A READY slot has the same bytes as the drive, so another window may take it; a DIRTY one has the
-only copy. A resident window has a slot of its own that no other takes, so its update ends in READY,
-with bytes `newer` than the drive's until a save writes them:
-
-    FREE ──► READING ──► READY ◄──► BUSY        READY, newer ──► WRITING ──► READY
+only copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from optstream.store.linux import map_private
+from optstream.store.pages import map_private
 
 PAGE_BYTES = 4096
 NEVER = 2**62
@@ -45,7 +42,7 @@ class Slot:
         tensor: the same bytes as uint8.
         window: what it holds (None where FREE).
         used: when its window was last updated, a running number.
-        newer: the drive has not got these bytes yet (of a resident window).
+        newer: the drive has not got these bytes (of a resident window, see resident.py).
         ready: blocks until the bytes are in host memory.
     """
 
@@ -78,13 +75,6 @@ def view(memory: memoryview) -> Slot:
     if len(memory) == 0:
         return Slot(memory, torch.empty(0, dtype=torch.uint8))
     return Slot(memory, torch.frombuffer(memory, dtype=torch.uint8))
-
-
-def cut(memory: memoryview, sizes: Iterable[int]) -> Iterator[Slot]:
-    """Yield slots of these sizes over memory, one behind the other."""
-    for num_bytes in sizes:
-        yield view(memory[:num_bytes])
-        memory = memory[num_bytes:]
 
 
 def holding(slots: Sequence[Slot], window: int) -> Slot | None:

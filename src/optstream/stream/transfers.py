@@ -33,7 +33,7 @@ class Transfers:
 
     Attributes:
         stored: windows that have state; the others are new and read as zeros.
-        read_errors, write_errors: by window.
+        read_errors: by window.
         num_reading, num_writing: windows that are under way.
 
     Ordering: transfers are started with `changed` held. So are they ended, and `then` is called
@@ -50,7 +50,6 @@ class Transfers:
         self.counters = Counters()
         self.stored: set[int] = set()
         self.read_errors: dict[int, Exception] = {}
-        self.write_errors: dict[int, Exception] = {}
         self.num_reading = self.num_writing = 0
         self._store = store
         self._io_threads = io_threads
@@ -71,6 +70,11 @@ class Transfers:
     def settle(self) -> None:
         """Wait until nothing is under way."""
         self._changed.wait_for(lambda: self.idle)
+
+    def wait(self, slot: Slot) -> None:
+        """Wait until a slot is not under way."""
+        moving = (SlotState.READING, SlotState.WRITING)
+        self._changed.wait_for(lambda: slot.state not in moving)
 
     def read(self, slot: Slot, window: int) -> None:
         """Start reading a window: READING, then READY or, upon an error, FREE.
@@ -95,8 +99,11 @@ class Transfers:
         self.num_reading += 1
         self._start(window, data, self._store.read, lanes.nothing, done)
 
-    def write(self, slot: Slot, window: int) -> None:
+    def write(self, slot: Slot, window: int, errors: dict[int, Exception]) -> None:
         """Start writing a window: WRITING, then READY or, upon an error, DIRTY.
+
+        Args:
+            errors: gets the error.
 
         Raises:
             WindowWriteError: there is no fresh file for it; nothing was changed.
@@ -111,7 +118,7 @@ class Transfers:
                 slot.newer = False
                 slot.state = SlotState.READY
             else:
-                self.write_errors[window] = error
+                errors[window] = error
                 slot.state = SlotState.DIRTY
 
         self._store.prepare_write(window)

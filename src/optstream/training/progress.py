@@ -120,9 +120,9 @@ def place(plan: RunPlan) -> str:
     windows = f"{format_bytes(plan.state_bytes)} in {plan.num_windows} window{plural}"
     if config.store == "memory":
         return f"{windows}, in memory (--store memory)"
-    resident = (
-        f"{format_bytes(plan.resident_bytes)} of it resident, " if plan.resident_bytes else ""
-    )
+    resident = ""
+    if plan.resident_bytes:
+        resident = f"{format_bytes(plan.resident_bytes)} of it resident in memory, "
     if config.store == "mapped":
         return (
             f"{windows} in files at {config.state_dir} and their page cache (--store mapped), "
