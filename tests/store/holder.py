@@ -1,4 +1,4 @@
-"""A process that holds two windows in a directory: `python -c HOLDER DIR nameless|named PACKAGE STORE`.
+"""A process with two windows in a directory: `python -c HOLDER DIR nameless|named PACKAGE STORE`.
 
 At each line on standard input it checks that they are unharmed, or ends as it is asked to.
 """

@@ -53,9 +53,6 @@ def real_model(path: Path, dtype: torch.dtype) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(
     ("kind", "name", "dtype", "ram"),
     [
