@@ -199,7 +199,7 @@ class Training:
         if self._forward_only:
             state._backwards = False
             order = list(range(state.plan.num_windows))
-            state.stream._pages.start(state.plan, order, state.stream._stored)
+            state.stream._pages.start(state.plan, order, state.stream._transfers.stored)
         bound = None if state is None else state.plan.peak_host_bytes
         report = None if state is None else vars(self.optimizer.report)
         return {"loss": loss, "seconds": seconds, "bound_bytes": bound, "report": report}
