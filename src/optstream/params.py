@@ -7,7 +7,7 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +59,17 @@ def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
 class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
-    def __init__(self, optimizer: Optimizer, master_weights: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, master_weights: bool, device: str | None = None
+    ) -> None:
+        """Take an optimizer whose groups may grow later.
+
+        Args:
+            device: where the parameters will be, for those that are on the meta device now.
+        """
         self._optimizer = optimizer
         self._master_weights = master_weights
+        self._device = device
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -87,7 +95,7 @@ class Describer:
             position=position,
             shape=tuple(param.shape),
             dtype=param.dtype,
-            device=str(param.device),
+            device=self._device or str(param.device),
             states=states,
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
@@ -110,7 +118,7 @@ class Describer:
         param: Tensor,
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
-        accelerated = param.device.type != "cpu"
+        accelerated = torch.device(self._device or param.device).type != "cpu"
         key = (group, shape, stride, dtype, param.dtype, accelerated, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]
@@ -201,13 +209,13 @@ def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
 
 
 def unplanned(
-    specs: Sequence[ParamSpec], groups: Groups, state: Mapping[Tensor, Any]
+    planned: Iterable[tuple[int, int]], groups: Groups, state: Mapping[Tensor, Any]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (group, position) of parameters that need state and have no place in the plan.
+    """Yield (group, position) of parameters that need state and are not among those planned.
 
     Frozen parameters have none until they get a gradient, unless `state` has something for them.
     """
-    planned = {(spec.group, spec.position) for spec in specs}
+    planned = set(planned)
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             needs = param.requires_grad or param.grad is not None or state.get(param)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import IO
 
 from optstream.errors import ConfigError
-from optstream.memory import read_memory
+from optstream.memory import MemoryMeter, MemoryRecord
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """Measured figures of one step.
+@dataclass(frozen=True, kw_only=True)
+class StepReport(MemoryRecord):
+    """Measured figures of one step; those of memory are of its end.
 
     Bytes count when their transfer is through: the last writes of a step drain behind the next
     forward and count in the next step's report, so the sum over steps is exact and a single report
@@ -32,10 +32,13 @@ class StepReport:
         rank: of this process.
         num_windows: windows updated; those without gradients are not.
         read_bytes, written_bytes: moved from and to the drive since the last report.
+        saved_bytes: those of written_bytes that a save or `state_dict` wrote: resident windows.
+        resident_bytes: of windows that stay in memory between steps.
         read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
         write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
-        side). total_s: time in `step()`. anon_bytes, file_bytes: of this process, at the end of the
-        step. limit_bytes: the smallest memory limit of its cgroups; None without one.
+        side). exchanged_bytes: parameters' bytes sent to and taken from other ranks.
+        exchange_wait_s: time in which `step()` did nothing but wait for other ranks. total_s: time
+        in `step()`.
     """
 
     step: int
@@ -43,31 +46,46 @@ class StepReport:
     num_windows: int
     read_bytes: int
     written_bytes: int
+    saved_bytes: int
+    resident_bytes: int
     read_wait_s: float
     write_wait_s: float
     update_s: float
+    exchanged_bytes: int
+    exchange_wait_s: float
     total_s: float
-    anon_bytes: int
-    file_bytes: int
-    limit_bytes: int | None
 
     def __str__(self) -> str:
+        ranks = f", for ranks {self.exchange_wait_s:.3f}" if self.exchanged_bytes else ""
+        saved = f" ({format_bytes(self.saved_bytes)} by a save)" if self.saved_bytes else ""
         return (
             f"step {self.step}: {self.num_windows} windows, read {format_bytes(self.read_bytes)}, "
-            f"written {format_bytes(self.written_bytes)}, {self.total_s:.3f} s "
+            f"written {format_bytes(self.written_bytes)}{saved}, "
+            f"resident {format_bytes(self.resident_bytes)}, {self.total_s:.3f} s "
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
-            f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
+            f"for writes {self.write_wait_s:.3f}{ranks}), {self.describe_memory()}"
         )
+
+
+def metrics_path(metrics: str | os.PathLike[str], rank: int, num_ranks: int) -> Path:
+    """Return the file of one of several ranks: `run.rank00000.jsonl` for `run.jsonl`."""
+    path = Path(metrics)
+    if num_ranks == 1:
+        return path
+    return path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
 
 
 class Reporter:
     """Makes the reports of one optimizer; counts from one step's end to the next's."""
 
-    def __init__(self, name: str, rank: int, metrics: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self, name: str, rank: int, num_ranks: int, metrics: str | os.PathLike[str] | None
+    ) -> None:
         """Open the JSONL file, if any, for appending.
 
         Args:
             name: of the wrapped optimizer's class, for the log line.
+            metrics: of all ranks; see `metrics_path`.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -76,10 +94,11 @@ class Reporter:
         self._rank = rank
         self._steps = 0
         self._totals: dict[str, float] = {}
+        self._memory = MemoryMeter()
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
-                self._file = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115
+                self._file = metrics_path(metrics, rank, num_ranks).open("a", encoding="utf-8")
             except (OSError, TypeError, ValueError) as error:
                 cause = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(
@@ -95,23 +114,23 @@ class Reporter:
         """Count on from a checkpoint."""
         self._steps = steps
 
-    def report(self, num_windows: int, totals: Mapping[str, float]) -> StepReport:
+    def report(
+        self, num_windows: int, resident_bytes: int, totals: Mapping[str, float]
+    ) -> StepReport:
         """Return the report of a step that just ended, and log it.
 
         Args:
             totals: running totals of the StepReport fields that are counted.
         """
         self._steps += 1
-        memory = read_memory()
         counted = {key: value - self._totals.get(key, 0) for key, value in totals.items()}
         self._totals = dict(totals)
         report = StepReport(
             step=self._steps,
             rank=self._rank,
             num_windows=num_windows,
-            anon_bytes=memory.anon_bytes,
-            file_bytes=memory.file_bytes,
-            limit_bytes=memory.limit_bytes,
+            resident_bytes=resident_bytes,
+            **dataclasses.asdict(self._memory.read()),
             **counted,  # type: ignore[arg-type]
         )
         log.info("%s on rank %d, %s", self._name, self._rank, report)

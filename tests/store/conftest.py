@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import optstream
 from optstream.mounts import find_mount
 from optstream.store import WindowFile, open_store
 from optstream.store.base import Store
+from store.holder import HOLDER
 
 HEADER = b"header".ljust(4096)
 
@@ -50,6 +52,12 @@ def drive_path(tmp_path: Path) -> Path:
     if mount is None or mount.kind in {"tmpfs", "ramfs"}:
         pytest.skip("the temporary directory is in memory; give pytest --basetemp on a drive")
     return tmp_path
+
+
+@pytest.fixture(params=["direct", "mapped"])
+def on_drive(request: pytest.FixtureRequest) -> str:
+    """A kind of store whose windows are files."""
+    return str(request.param)
 
 
 @pytest.fixture
@@ -137,6 +145,14 @@ def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         with suppress(ProcessLookupError):
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def holder(
+    child: Callable[..., subprocess.Popen[str]], drive_path: Path, on_drive: str
+) -> Callable[[str], subprocess.Popen[str]]:
+    """Return a function that starts a HOLDER in the directory."""
+    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__, on_drive)
 
 
 @pytest.fixture

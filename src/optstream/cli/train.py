@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from optstream.cli.parser import number_above, whole_number, window_size
-from optstream.training.config import DTYPES, OPTIMIZERS, STORES, TrainConfig
+from optstream.cli.parser import number_above, ram_budget, whole_number, window_size
+from optstream.training.config import DTYPES, OPTIMIZERS, STORES, STORES_ON_DRIVE, TrainConfig
 from optstream.training.packages import require_modules
 from optstream.training.stop import StopRequest
 from optstream.units import format_bytes
@@ -33,17 +33,20 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     require_modules(("rich",), extra="train", what="optstream train")
     from optstream.training.progress import make_observer
+    from optstream.training.ranks import open_ranks
     from optstream.training.run import train
     from optstream.training.summary import print_summary
 
     configs = [config, comparison(config)] if args.compare else [config]
     results = []
-    with StopRequest() as stop:
+    with StopRequest() as stop, open_ranks() as ranks:
         for each in configs:
-            results.append(train(each, stop, make_observer(quiet=args.quiet)))
+            observer = make_observer(quiet=args.quiet or ranks.rank > 0)
+            results.append(ranks.gather(train(each, stop, observer, ranks)))
             if stop.signum is not None:
                 break
-    print_summary(results)
+        if ranks.rank == 0:
+            print_summary(results)
     return 0 if stop.signum is None else 128 + stop.signum
 
 
@@ -86,8 +89,8 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--store",
         choices=STORES,
-        help="direct: files on a drive; memory: the same, in memory; none: the plain optimizer"
-        + _default("store"),
+        help="direct: files on a drive; mapped: the same, in reclaimable page cache; memory: the "
+        "same, in memory; none: the plain optimizer" + _default("store"),
     )
     group.add_argument(
         "--state-dir",
@@ -103,6 +106,13 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="state in memory together, for example 64MiB (default: "
         f"{format_bytes(TrainConfig.window_bytes)})",
+    )
+    group.add_argument(
+        "--ram",
+        type=ram_budget,
+        metavar="SIZE|PERCENT|auto",
+        help="state that stays in memory between steps, beside the windows: 8GiB, 25%% of the "
+        "state, or auto for what can be spared" + _default("ram"),
     )
 
 
@@ -208,7 +218,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 
         saved = find_checkpoint(args.resume).state.settings
         given = {**saved, "text": [Path(path) for path in saved["text"]], **given}
-    if given.get("store", TrainConfig.store) == "direct":
+    if given.get("store", TrainConfig.store) in STORES_ON_DRIVE:
         given.setdefault("state_dir", _default_state_dir())
     given["text"] = tuple(given.get("text", ()))
     return TrainConfig(**given)
@@ -217,10 +227,11 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 def _check_usage(args: argparse.Namespace) -> None:
     """Refuse flags that would do nothing."""
     store = args.store or TrainConfig.store
-    if store != "direct" and args.state_dir is not None:
+    if store not in STORES_ON_DRIVE and args.state_dir is not None:
         args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
-    if store == "none" and args.window_bytes is not None:
-        args.parser.error("--window does nothing with --store none; leave one of them out")
+    for flag, value in (("--window", args.window_bytes), ("--ram", args.ram)):
+        if store == "none" and value is not None:
+            args.parser.error(f"{flag} does nothing with --store none; leave one of them out")
     if args.optimizer == "adamw":
         for flag, value in (("--adamw-lr", args.adamw_lr), ("--compare", args.compare)):
             if value:

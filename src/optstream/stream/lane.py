@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -155,6 +155,49 @@ def make_lane(device: torch.device, num_bytes: int) -> Lane:
     if device.type == "cuda":
         return CudaLane(device, num_bytes)
     return CpuLane()
+
+
+class Lanes:
+    """The lanes of one stream by device, and what undoes the pinning of its host buffers."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[torch.device, Lane] = {}
+        self._unpin: dict[int, Wait] = {}
+
+    def get(self, device: torch.device, num_bytes: int, hosts: Iterable[Tensor]) -> Lane:
+        """Return a device's lane, made when first asked for; then `hosts` are pinned for it.
+
+        Args:
+            num_bytes: size of the largest window.
+        """
+        if device not in self._lanes:
+            lane = make_lane(device, num_bytes)
+            for host in hosts:
+                self._pin(lane, host)
+            self._lanes[device] = lane
+        return self._lanes[device]
+
+    def settle(self) -> None:
+        """Block until no copy and no work on a buffer is under way."""
+        for lane in self._lanes.values():
+            lane.settle()
+
+    def drop(self) -> None:
+        """Forget the lanes, with their device buffers; host buffers stay pinned."""
+        self.settle()
+        self._lanes = {}
+
+    def unpin(self) -> None:
+        """Undo all pinning; the host buffers may then be given back."""
+        for unpin in self._unpin.values():
+            unpin()
+        self._unpin = {}
+
+    def _pin(self, lane: Lane, host: Tensor) -> None:
+        if host.nbytes and host.data_ptr() not in self._unpin:
+            unpin = lane.pin(host)
+            if unpin is not nothing:
+                self._unpin[host.data_ptr()] = unpin
 
 
 def nothing() -> None:

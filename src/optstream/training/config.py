@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Store = Literal["direct", "memory", "none"]
+Store = Literal["direct", "mapped", "memory", "none"]
 Dtype = Literal["float32", "bfloat16"]
-STORES: tuple[Store, ...] = ("direct", "memory", "none")
+STORES: tuple[Store, ...] = ("direct", "mapped", "memory", "none")
+STORES_ON_DRIVE: tuple[Store, ...] = ("direct", "mapped")
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 OPTIMIZERS = ("muon", "adamw")
 
@@ -35,6 +36,8 @@ class TrainConfig:
     """Directory on a drive for the state; None where the store needs none."""
     window_bytes: int = 64 * 2**20
     """State that is in memory together, at most, bytes."""
+    ram: int | str = 0
+    """State that stays in memory between steps: bytes, "8GiB", "25%" of the state, or "auto"."""
     steps: int = 100
     batch_size: int = 16
     """Sequences a step."""

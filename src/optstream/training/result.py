@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optstream.memory import MemoryRecord
 from optstream.training.config import TrainConfig
 from optstream.training.optimizers import Rates
 
@@ -24,13 +25,15 @@ class RunPlan:
     """Files the state is in; 0 with the plain optimizer."""
     state_bytes: int
     """State in the store; 0 with the plain optimizer, whose state does not exist yet."""
+    resident_bytes: int
+    """Of the state, what stays in memory between steps; 0 with the plain optimizer."""
     peak_host_bytes: int
     """Most host memory the streamed optimizer takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step as measured; a line of the metrics file."""
+class StepRecord(MemoryRecord):
+    """One step as measured; a line of the metrics file. Memory is that after the step."""
 
     step: int
     """Counted from 1."""
@@ -46,10 +49,10 @@ class StepRecord:
     """Of a checkpoint after the step; 0 without one."""
     read_wait_s: float
     write_wait_s: float
+    exchange_wait_s: float
+    """In which the update did nothing but wait for other ranks; 0 in one process."""
     read_bytes: int
     written_bytes: int
-    anon_bytes: int
-    """Anonymous memory of the process after the step."""
 
 
 class Totals:
@@ -62,6 +65,7 @@ class Totals:
         self.optimizer_s = 0.0
         self.save_s = 0.0
         self.wait_s = 0.0
+        self.exchange_wait_s = 0.0
         self.read_bytes = 0
         self.written_bytes = 0
         self.peak_anon_bytes = 0
@@ -75,6 +79,7 @@ class Totals:
         self.optimizer_s += record.optimizer_s
         self.save_s += record.save_s
         self.wait_s += record.read_wait_s + record.write_wait_s
+        self.exchange_wait_s += record.exchange_wait_s
         self.read_bytes += record.read_bytes
         self.written_bytes += record.written_bytes
         self.peak_anon_bytes = max(self.peak_anon_bytes, record.anon_bytes)
