@@ -181,6 +181,8 @@ class Updater:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(scratch)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
             grad = wide.copy_(grad)
+            if bound.factor is not None:
+                grad.mul_(bound.factor)
         attributes = vars(bound.param)
         if piece.numel <= spec.max_tile:
             yield self._job(spec, piece, 0, target, grad, views, attributes)
