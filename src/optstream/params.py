@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.codecs import CodecChoice
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
 from optstream.layout import Layout, find_layout, is_streamed
 from optstream.plan import MASTER, ParamSpec, StateTensor
@@ -59,9 +60,10 @@ def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
 class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
-    def __init__(self, optimizer: Optimizer, master_weights: bool) -> None:
+    def __init__(self, optimizer: Optimizer, master_weights: bool, codecs: CodecChoice) -> None:
         self._optimizer = optimizer
         self._master_weights = master_weights
+        self._codecs = codecs
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -88,12 +90,21 @@ class Describer:
             shape=tuple(param.shape),
             dtype=param.dtype,
             device=str(param.device),
-            states=states,
+            states=tuple(self._encoded(name, param, state) for state in states),
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
+        )
+
+    def _encoded(self, name: str, param: Tensor, state: StateTensor) -> StateTensor:
+        is_master = state.key == MASTER
+        if is_master and param.stride() != state.stride:
+            return state  # gaps in the parameter: there is no order of memory to share
+        of_master = param.dtype if is_master else None
+        return replace(
+            state, codec=self._codecs.choose(name, state.key, state.dtype, of_master)
         )
 
     @property
