@@ -54,14 +54,24 @@ def read_memory(proc: Path = PROC) -> MemoryUse:
     )
 
 
-def read_available_bytes(proc: Path = PROC) -> int:
+def read_total_bytes(proc: Path = PROC) -> int:
+    """Return the most memory this process may ever have: the machine's, or its limit's."""
+    total, limit = _read_kib(proc / "meminfo")["MemTotal"], read_memory(proc).limit_bytes
+    return total if limit is None else min(total, limit)
+
+
+def read_available_bytes(proc: Path = PROC, *, swap: bool = True) -> int:
     """Return how many more bytes this process could use before the kernel must kill something.
 
     The smaller of what the machine has (MemAvailable and free swap) and what the limit leaves.
+
+    Args:
+        swap: count what would have to go there.
     """
     use = read_memory(proc)
     machine = _read_kib(proc / "meminfo")
-    available = machine.get("MemAvailable", machine["MemFree"]) + machine.get("SwapFree", 0)
+    available = machine.get("MemAvailable", machine["MemFree"])
+    available += machine.get("SwapFree", 0) if swap else 0
     if use.limit_bytes is not None:
         available = min(available, use.limit_bytes - use.anon_bytes - use.shmem_bytes)
     return max(available, 0)

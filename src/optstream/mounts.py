@@ -19,12 +19,14 @@ class Mount:
         point: where it is mounted.
         kind: filesystem type.
         options: of the filesystem, as the kernel prints them.
+        source: what is mounted, often a block device ("/dev/nvme0n1p1").
     """
 
     root: str
     point: str
     kind: str
     options: tuple[str, ...]
+    source: str = "none"
 
 
 def read_mounts(proc: Path = PROC) -> dict[int, Mount]:
@@ -37,9 +39,9 @@ def read_mounts(proc: Path = PROC) -> dict[int, Mount]:
     for line in lines:
         before, _, after = line.partition(" - ")
         number, _, _, root, point, *_ = before.split(" ")
-        kind, _, options = after.split(" ", 2)
+        kind, source, options = after.split(" ", 2)
         mounts[int(number)] = Mount(
-            _unescape(root), _unescape(point), kind, tuple(options.split(","))
+            _unescape(root), _unescape(point), kind, tuple(options.split(",")), _unescape(source)
         )
     return mounts
 

@@ -28,9 +28,11 @@ from optstream.checkpoint.directory import (
     verify,
 )
 from optstream.checkpoint.match import by_name, check_class, check_shapes, some
+from optstream.codecs import EXACT, CodecChoice, Setting
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.loading import Loader
 from optstream.plan import Plan, parse_window_bytes
+from optstream.ram import Ram
 from optstream.report import Reporter, StepReport
 from optstream.rule import check_optimizer
 from optstream.state import StreamedState
@@ -55,6 +57,8 @@ def offload(
     process_group: Any = None,
     io_threads: int = 4,
     metrics: StrPath | None = None,
+    codec: Setting = EXACT,
+    codec_seed: int = 0,
 ) -> StreamedOptimizer:
     """Move a torch optimizer's state to files and stream it during `step()`.
 
@@ -66,11 +70,21 @@ def offload(
         directory: a directory on a drive, or one per drive: windows are striped over them.
         model: gives parameters their fully qualified names.
         window: bytes of state in memory together ("256MiB"); about four windows are the host memory
-        used. ram: bytes of state to keep in memory between steps; 0, the RAM tier is not part of
-        this version. store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison;
-        nothing is on a drive). master_weights: keep float32 masters of bfloat16 and float16
-        parameters and update those. process_group: None; ranks are not part of this version.
-        io_threads: threads a drive. metrics: a JSONL file that gets one line a step.
+            used.
+        ram: state that stays in memory between steps, beside those windows, so that it causes no
+            traffic: "8GiB", "25%" of the state, or "auto" for what this process can spare (see
+            `Ram`). A save writes it.
+        store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison; nothing is on a
+            drive, `ram` changes nothing).
+        master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
+        process_group: None; ranks are not part of this version.
+        io_threads: threads a drive.
+        metrics: a JSONL file that gets one line a step.
+        codec: how state is stored: "exact"; "split" (masters of bfloat16 parameters in 16 bits,
+            still exact); "bf16", "bf16-stochastic" or "int8" (moments too); or such names by state
+            key or by pattern of parameter names, the first that matches counts
+            (docs/codecs.md).
+        codec_seed: of random rounding in "bf16-stochastic".
 
     Raises:
         ConfigError: an argument that cannot be used.
@@ -78,16 +92,25 @@ def offload(
         StoreError: the directory cannot hold the state; nothing is left there.
     """
     check_optimizer(optimizer)
-    if parse_bytes(ram, "ram") != 0:
-        raise ConfigError(f"ram={ram!r}: this version keeps no windows in RAM; leave ram=0")
     if process_group is not None:
         raise ConfigError("process_group: this version streams one process; leave it None")
     if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
         raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
     window_bytes = parse_window_bytes(parse_bytes(window, "window"))
+    budget = Ram(ram)
     with contextlib.ExitStack() as undo:
         opened = open_store(store, directory)
-        state = StreamedState(optimizer, opened, io_threads, window_bytes, master_weights, model)
+        state = StreamedState(
+            optimizer,
+            opened,
+            io_threads,
+            window_bytes,
+            budget,
+            master_weights,
+            model,
+            CodecChoice(codec),
+            codec_seed,
+        )
         undo.callback(state.stream.close)
         reporter = Reporter(type(optimizer).__name__, 0, metrics)
         undo.callback(reporter.close)
@@ -184,7 +207,7 @@ class StreamedOptimizer(Optimizer):
             "update_s": self._state.update_s,
             "total_s": self._total_s,
         }
-        self.report = self._reporter.report(num_windows, totals)
+        self.report = self._reporter.report(num_windows, self.plan.resident_bytes, totals)
 
     def _check_writes(self) -> None:
         """Raise what could not be written, now that the step is complete."""

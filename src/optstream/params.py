@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optstream.codecs import CodecChoice
+from optstream.codecs import EXACT, CodecChoice
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
+from optstream.format import is_dense
 from optstream.layout import Layout, find_layout, is_streamed
 from optstream.plan import MASTER, ParamSpec, StateTensor
 from optstream.rule import ELEMENTWISE, is_elementwise
@@ -60,10 +61,23 @@ def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
 class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
-    def __init__(self, optimizer: Optimizer, master_weights: bool, codecs: CodecChoice) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        master_weights: bool,
+        device: str | None = None,
+        codecs: CodecChoice | None = None,
+    ) -> None:
+        """Take an optimizer whose groups may grow later.
+
+        Args:
+            device: where the parameters will be, for those that are on the meta device now.
+            codecs: how state is stored; None: all exact.
+        """
         self._optimizer = optimizer
         self._master_weights = master_weights
-        self._codecs = codecs
+        self._device = device
+        self._codecs = codecs or CodecChoice(EXACT)
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -89,7 +103,7 @@ class Describer:
             position=position,
             shape=tuple(param.shape),
             dtype=param.dtype,
-            device=str(param.device),
+            device=self._device or str(param.device),
             states=tuple(self._encoded(name, param, state) for state in states),
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
@@ -100,12 +114,10 @@ class Describer:
 
     def _encoded(self, name: str, param: Tensor, state: StateTensor) -> StateTensor:
         is_master = state.key == MASTER
-        if is_master and param.stride() != state.stride:
-            return state  # gaps in the parameter: there is no order of memory to share
+        if is_master and not is_dense(tuple(param.shape), param.stride()):
+            return state  # it shares no order of memory with its master
         of_master = param.dtype if is_master else None
-        return replace(
-            state, codec=self._codecs.choose(name, state.key, state.dtype, of_master)
-        )
+        return replace(state, codec=self._codecs.choose(name, state.key, state.dtype, of_master))
 
     @property
     def advances_groups(self) -> bool:
@@ -121,7 +133,7 @@ class Describer:
         param: Tensor,
     ) -> Layout:
         state = self._optimizer.state.get(param, {})
-        accelerated = param.device.type != "cpu"
+        accelerated = torch.device(self._device or param.device).type != "cpu"
         key = (group, shape, stride, dtype, param.dtype, accelerated, tuple(state))
         if key not in self._layouts:
             values = self._optimizer.param_groups[group]

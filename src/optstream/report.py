@@ -32,6 +32,8 @@ class StepReport:
         rank: of this process.
         num_windows: windows updated; those without gradients are not.
         read_bytes, written_bytes: moved from and to the drive since the last report.
+        saved_bytes: those of written_bytes that a save or `state_dict` wrote: resident windows.
+        resident_bytes: of windows that stay in memory between steps.
         read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
         write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
         side). total_s: time in `step()`. anon_bytes, file_bytes: of this process, at the end of the
@@ -43,6 +45,8 @@ class StepReport:
     num_windows: int
     read_bytes: int
     written_bytes: int
+    saved_bytes: int
+    resident_bytes: int
     read_wait_s: float
     write_wait_s: float
     update_s: float
@@ -52,9 +56,11 @@ class StepReport:
     limit_bytes: int | None
 
     def __str__(self) -> str:
+        saved = f" ({format_bytes(self.saved_bytes)} by a save)" if self.saved_bytes else ""
         return (
             f"step {self.step}: {self.num_windows} windows, read {format_bytes(self.read_bytes)}, "
-            f"written {format_bytes(self.written_bytes)}, {self.total_s:.3f} s "
+            f"written {format_bytes(self.written_bytes)}{saved}, "
+            f"resident {format_bytes(self.resident_bytes)}, {self.total_s:.3f} s "
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
             f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
         )
@@ -95,7 +101,9 @@ class Reporter:
         """Count on from a checkpoint."""
         self._steps = steps
 
-    def report(self, num_windows: int, totals: Mapping[str, float]) -> StepReport:
+    def report(
+        self, num_windows: int, resident_bytes: int, totals: Mapping[str, float]
+    ) -> StepReport:
         """Return the report of a step that just ended, and log it.
 
         Args:
@@ -109,6 +117,7 @@ class Reporter:
             step=self._steps,
             rank=self._rank,
             num_windows=num_windows,
+            resident_bytes=resident_bytes,
             anon_bytes=memory.anon_bytes,
             file_bytes=memory.file_bytes,
             limit_bytes=memory.limit_bytes,

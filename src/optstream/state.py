@@ -27,14 +27,16 @@ from optstream.checkpoint.manifest import (
     StoredWindow,
 )
 from optstream.checkpoint.snapshot import Snapshot
+from optstream.codecs import CodecChoice
 from optstream.errors import ModelChangedError, StateChangedError, WindowIOError
 from optstream.headers import window_files
 from optstream.params import Bound, Describer, bind, parameter_names, unplanned
-from optstream.plan import Piece, Plan
+from optstream.plan import ParamSpec, Piece, Plan
+from optstream.ram import Ram
 from optstream.store.base import PIECE_BYTES, Store
 from optstream.stream import Stream
 from optstream.units import format_bytes
-from optstream.update import Record, Updater, working_copy
+from optstream.update import Record, Updater, stored_values, working_copy
 
 log = logging.getLogger("optstream")
 States = Mapping[int, Mapping[str, Any]]
@@ -56,19 +58,24 @@ class StreamedState:
         store: Store,
         io_threads: int,
         window_bytes: int,
+        ram: Ram,
         master_weights: bool,
         model: nn.Module | None,
+        codecs: CodecChoice,
+        codec_seed: int,
     ) -> None:
-        self.plan = Plan(window_bytes, in_place=store.in_place)
+        self.plan = Plan(window_bytes)
         self.update_s = 0.0
         self.num_left = 0
         self.stream = Stream(store, io_threads)
         self._optimizer = optimizer
         self._store = store
-        self._describer = Describer(optimizer, master_weights)
+        self._ram = ram
+        self._describer = Describer(optimizer, master_weights, codecs=codecs)
+        self._codecs = codecs
         self._names = parameter_names(optimizer.param_groups, model)
         self._places: defaultdict[int, list[tuple[int, Piece]]] = defaultdict(list)
-        self._updater = Updater(optimizer)
+        self._updater = Updater(optimizer, codec_seed)
         self._backwards = False
         self._done: set[int] = set()
 
@@ -81,7 +88,7 @@ class StreamedState:
             with_state: names of parameters that get one in any case: frozen ones that once trained.
 
         Raises:
-            StoreError: the store cannot hold it; nothing was changed.
+            StoreError: the store, or memory, cannot hold it; nothing was changed.
         """
         groups = self._optimizer.param_groups
         state: dict[Tensor, Any] = dict(self._optimizer.state)
@@ -95,20 +102,29 @@ class StreamedState:
         ]
         if not new:
             return
-        plan = self.plan.extended(new)
-        self._store.reserve(window_files(plan, self.plan.num_windows))
-        self.stream.resize(plan)
+        if not self.plan.params:
+            self._codecs.check_used()
+        plan = self._extended(new)
+        self.stream.extend(plan, window_files(plan, self.plan.num_windows))
         for window in range(self.plan.num_windows, plan.num_windows):
             for piece in plan.windows[window].pieces:
                 self._places[piece.param].append((window, piece))
         self.plan = plan
         log.info(
-            "%s: %d windows, %s of state, at most %s of host memory",
+            "%s: %d windows, %s of state, %d of them (%s) resident, at most %s of host memory",
             type(self._optimizer).__name__,
             plan.num_windows,
             format_bytes(plan.state_bytes),
+            plan.num_resident,
+            format_bytes(plan.resident_bytes),
             format_bytes(plan.peak_host_bytes),
         )
+
+    def _extended(self, new: Sequence[ParamSpec]) -> Plan:
+        plan = self.plan.extended(new)
+        if self._store.in_place:
+            return plan.with_resident(plan.data_bytes)
+        return self._ram.keep_in(plan, self.plan.peak_host_bytes if self.plan.windows else 0)
 
     def name_new_parameters(self) -> None:
         """Name parameters of groups that were added since."""
@@ -208,9 +224,9 @@ class StreamedState:
         flat = torch.empty(math.prod(state.shape), dtype=state.dtype)
         for window, piece in self._places[index]:
             extent = piece.extent(key)
-            count = extent.num_bytes // extent.dtype.itemsize
             data = self.stream.look(window, extent.offset, extent.num_bytes)
-            flat[piece.start : piece.start + count] = data.view(extent.dtype)
+            values = stored_values(data, extent, piece, self.param(index))
+            flat[piece.start : piece.start + extent.numel] = values
         return flat.as_strided(state.shape, state.stride)
 
     # -- state from elsewhere ----------------------------------------------
@@ -228,7 +244,7 @@ class StreamedState:
         self.stream.replace(())
         with self._windows(order, bound) as windows:
             for window, data in windows:
-                self._updater.put(self.plan.params, self.plan.windows[window], data, states)
+                self._updater.put(self.plan, self.plan.windows[window], data, states)
         self._updater.commit(self._optimizer.param_groups)
         self.stream.drain()
 
@@ -333,8 +349,7 @@ class StreamedState:
     def _stored_pieces(self, index: int, key: str) -> Iterator[StoredPiece]:
         for window, piece in self._places[index]:
             extent = piece.extent(key)
-            numel = extent.num_bytes // extent.dtype.itemsize
-            yield StoredPiece(window, extent.offset, piece.start, numel)
+            yield StoredPiece(window, extent.offset, piece.start, extent.numel)
 
     def bytes_off(self, directory: Path) -> int:
         """Return the bytes of windows that cannot be linked into a directory: other drives'."""

@@ -40,6 +40,15 @@ def test_another_window_size_goes_on_with_the_same_bits(place, text, metrics):
     assert rest == from_step(whole, 2)
 
 
+@pytest.mark.parametrize(("before", "after"), [("0", "40%"), ("40%", "0")])
+def test_ram_on_one_side_goes_on_with_the_same_bits(place, text, metrics, before, after):
+    window = ("--window", "256KiB")
+    argv = ("--save-dir", "s", "--save-every", 2, "--ram", before)
+    whole = train(metrics, "--text", text, *window, *argv)
+    rest = train(metrics, "--resume", "s/step000002", *window, "--ram", after)
+    assert rest == from_step(whole, 2)
+
+
 def test_dropout_goes_on_where_it_was(place, text, metrics, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 

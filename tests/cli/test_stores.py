@@ -49,6 +49,24 @@ def test_memory_store_ends_with_the_same_losses_and_moves_nothing(losses, dtype)
     assert losses("--store", "memory", "--dtype", dtype, "--window", "1MiB") == (plain, 0)
 
 
+def test_resident_windows_move_less_and_end_with_the_same_losses(losses, place):
+    window = ("--window", "256KiB")
+    plain, _ = losses("--store", "none")
+    without, all_moved = losses(*window)
+    some, some_moved = losses(*window, "--ram", "40%")
+    every, none_moved = losses(*window, "--ram", "64MiB")
+    assert without == some == every == plain
+    assert 0.4 * all_moved < some_moved < 0.8 * all_moved
+    assert none_moved == 0
+    assert losses("--store", "memory", "--ram", "40%") == (plain, 0)
+
+
+def test_the_table_says_what_is_resident(command, text):
+    outcome = command("train", "--text", text, *SHORT, "--window", "256KiB", "--ram", "2MiB")
+    table = " ".join(outcome.out.replace("│", " ").split())
+    assert "2.0 MiB of it resident in memory, host buffers at most" in table
+
+
 def test_the_table_says_what_is_on_the_drive(command, text):
     outcome = command("train", "--text", text, *SHORT, "--window", "256KiB")
     table = " ".join(outcome.out.replace("│", " ").split())

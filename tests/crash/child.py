@@ -75,6 +75,7 @@ def save_and_die(root: Path, killer: Killer, older: bool, exchange: bool) -> Non
             torch.save(weights(params), root / "older.pt")
         go_on(params, optimizer, [2])
         torch.save(weights(params), root / "newer.pt")
+        optimizer._state.stream.drain()  # else it is chance which calls the step still makes
         killer.armed = True
         optimizer.save(root / "checkpoint")
         killer.armed = False

@@ -36,12 +36,13 @@ class Run:
     directory: Path
     dtype: torch.dtype = torch.float32
     window: str = "64KiB"
+    ram: str = "0"
     errors: list[WindowIOError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.params = make_params(self.dtype)
         self.optimizer = optstream.offload(
-            make_optimizer(self.params), self.directory, window=self.window
+            make_optimizer(self.params), self.directory, window=self.window, ram=self.ram
         )
 
     def train(self, on_error: Callable[[], None]) -> None:
@@ -151,6 +152,37 @@ def test_a_transfer_in_parts_is_no_error(
     assert drive.num_failures > 4
     assert run.errors == []
     assert_same(run.params, reference(torch.float32, NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_transfers_fail_while_other_windows_are_resident(
+    name: str, drive: FaultyDrive, directory: Path
+) -> None:
+    first, last = count_calls(drive, Run(directory, ram="40%"), name)
+    assert last - first > 2
+    expected = reference(torch.float32, NUM_STEPS + 1)
+    for index in range(first, last):
+        drive.num_calls = {}
+        drive.fail(name, index, failing(errno.EIO))
+        run = Run(directory, ram="40%")
+        with run.optimizer:
+            run.train(on_error=drive.mend)
+        assert len(run.errors) == 1, index
+        assert isinstance(run.errors[0], ERRORS[name][0])
+        assert_same(run.params, expected, index)
+        drive.mend()
+
+
+def test_a_drive_that_fails_for_good_ends_no_step_of_resident_windows(
+    drive: FaultyDrive, directory: Path
+) -> None:
+    run = Run(directory, ram="100%")
+    with run.optimizer:
+        for name in ("preadv", "pwritev"):
+            drive.fail(name, 0, failing(errno.EIO))
+            run.train(on_error=drive.mend)
+        assert run.errors == []
+    assert drive.num_failures == 0
 
 
 def test_one_piece_of_a_window_fails(drive: FaultyDrive, directory: Path) -> None:

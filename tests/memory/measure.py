@@ -1,6 +1,6 @@
 """Run in a process of its own: wrap an optimizer, step, print the peaks of anonymous memory.
 
-    python measure.py CASE STATE_MIB WINDOW STEPS DIRECTORY
+    python measure.py CASE STATE_MIB WINDOW STEPS RAM DIRECTORY
 
 Peaks are what the process uses above its model and gradients, in bytes, by phase. They are exact
 where the kernel lets us reset VmHWM (it counts every page, mapped code too), else sampled.
@@ -125,20 +125,26 @@ def warm_up(case: Case) -> None:
 
 
 def main() -> None:
-    name, state_mib, window, num_steps, directory = sys.argv[1:]
+    name, state_mib, window, num_steps, ram, directory = sys.argv[1:]
     case = CASES[name]
     warm_up(case)
     params = make_params(case, int(state_mib))
     inner = case.make(params)
     memory = Memory()
     memory.start()
-    optimizer = optstream.offload(inner, directory, window=window)
+    optimizer = optstream.offload(inner, directory, window=window, ram=ram)
     wrapping_bytes = memory.take_peak()
     step_bytes = []
     for _ in range(int(num_steps)):
         optimizer.step()
         step_bytes.append(memory.take_peak())
     plan = optimizer.plan
+    optimizer.save(f"{directory}/checkpoint")
+    optimizer.step()
+    saving_bytes = memory.take_peak()
+    optimizer.load(f"{directory}/checkpoint")
+    optimizer.step()
+    loading_bytes = memory.take_peak()
     optimizer.close()
     memory.take_peak()
     closed_bytes = memory.take_peak()
@@ -146,8 +152,11 @@ def main() -> None:
         "bound": plan.peak_host_bytes,
         "state": plan.state_bytes,
         "num_windows": plan.num_windows,
+        "resident": plan.resident_bytes,
         "wrapping": wrapping_bytes,
         "steps": step_bytes,
+        "saving": saving_bytes,
+        "loading": loading_bytes,
         "closed": closed_bytes,
     }
     json.dump(result, sys.stdout)

@@ -33,14 +33,19 @@ class Measured:
     bound: int
     state: int
     num_windows: int
+    resident: int
     wrapping: int
     steps: list[int]
+    saving: int
+    loading: int
     closed: int
 
 
-def measure(case: str, directory: Path, state_mib: int, window: str, num_steps: int) -> Measured:
+def measure(
+    case: str, directory: Path, state_mib: int, window: str, num_steps: int, ram: str = "0"
+) -> Measured:
     script = Path(__file__).with_name("measure.py")
-    arguments = [case, state_mib, window, num_steps, directory]
+    arguments = [case, state_mib, window, num_steps, ram, directory]
     result = subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
         check=True,
@@ -55,12 +60,16 @@ def measure(case: str, directory: Path, state_mib: int, window: str, num_steps: 
     )
     measured = Measured(**json.loads(result.stdout))
     log.info(
-        "%s: bound %.1f, wrapping %.1f, steps %s, closed %.1f, state %.1f MiB in %d windows",
+        "%s: bound %.1f, wrapping %.1f, steps %s, saving %.1f, loading %.1f, closed %.1f, "
+        "%.1f resident of state %.1f MiB in %d windows",
         case,
         measured.bound / MIB,
         measured.wrapping / MIB,
         [round(num_bytes / MIB, 1) for num_bytes in measured.steps],
+        measured.saving / MIB,
+        measured.loading / MIB,
         measured.closed / MIB,
+        measured.resident / MIB,
         measured.state / MIB,
         measured.num_windows,
     )
@@ -71,6 +80,8 @@ def check(measured: Measured) -> None:
     assert measured.wrapping <= measured.bound
     assert measured.steps[0] <= measured.bound
     assert max(measured.steps) <= measured.bound
+    assert measured.saving <= measured.bound
+    assert measured.loading <= measured.bound
     assert measured.closed <= measured.bound // 2
 
 
@@ -78,6 +89,15 @@ def test_a_small_state(tmp_path: Path) -> None:
     measured = measure("adamw-fused", tmp_path, 64, "1MiB", 5)
     check(measured)
     assert measured.steps[-1] <= measured.steps[0] + 2 * MIB
+
+
+@pytest.mark.parametrize("ram", ["40%", "100%"])
+def test_resident_windows_are_part_of_the_bound(ram: str, tmp_path: Path) -> None:
+    measured = measure("adamw-fused", tmp_path, 256, "4MiB", 4, ram)
+    check(measured)
+    share = float(ram.rstrip("%")) / 100
+    assert 0.9 * share * measured.state <= measured.resident <= 1.1 * share * measured.state
+    assert min(measured.steps) >= measured.resident
 
 
 @pytest.mark.slow

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import optstream
 from optstream.mounts import find_mount
 from optstream.store import WindowFile, open_store
 from optstream.store.base import Store
+from store.holder import HOLDER
 
 HEADER = b"header".ljust(4096)
 
@@ -137,6 +139,14 @@ def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         with suppress(ProcessLookupError):
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def holder(
+    child: Callable[..., subprocess.Popen[str]], drive_path: Path
+) -> Callable[[str], subprocess.Popen[str]]:
+    """Return a function that starts a HOLDER in the directory."""
+    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__)
 
 
 @pytest.fixture

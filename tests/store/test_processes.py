@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-import optstream
 from optstream.errors import ClosedError
 from optstream.store import WindowFile
 from optstream.store.base import Store
 from optstream.store.claim import Claim, purge_stale
+from store.holder import tell
 
 Pages = Callable[..., memoryview]
 Windows = Callable[..., list[WindowFile]]
@@ -26,67 +26,12 @@ Opened = Callable[..., Store]
 Child = Callable[..., "subprocess.Popen[str]"]
 Holder = Callable[[str], "subprocess.Popen[str]"]
 
-# A process that holds two windows in a directory, checks at each line on stdin that they are
-# unharmed, and ends in the way that is asked for.
-HOLDER = """
-import errno, mmap, os, sys, types
-package = types.ModuleType("optstream")  # not the real one: it imports torch, which takes seconds
-package.__path__ = [sys.argv[3]]
-sys.modules["optstream"] = package
-if sys.argv[2] == "named":
-    real = os.open
-    def open_(path, flags, *args):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "")
-        return real(path, flags, *args)
-    os.open = open_
-from optstream.store import WindowFile, open_store
-store = open_store("direct", sys.argv[1])
-store.reserve([WindowFile(b"h" * 4096, 2**20)] * 2)
-buffer, found = (memoryview(mmap.mmap(-1, 2**20)) for _ in range(2))
-buffer[:] = os.getpid().to_bytes(4, "little") * 2**18
-for window in range(2):
-    store.write(window, 0, buffer)
-print("ready", flush=True)
-for line in sys.stdin:
-    if line == "check\\n":
-        for window in range(2):
-            store.read(window, 0, found)
-            store.write(window, 0, buffer)
-            assert buffer == found
-        print("unharmed", flush=True)
-    elif line == "raise\\n":
-        raise ValueError
-    elif line == "exit\\n":
-        sys.exit()
-    elif line == "fork\\n":
-        pid = os.fork()
-        if pid == 0:
-            sys.exit()
-        assert os.waitpid(pid, 0)[1] == 0
-        print("forked", flush=True)
-"""
-
-
-@pytest.fixture
-def holder(child: Child, drive_path: Path) -> Callable[[str], subprocess.Popen[str]]:
-    """Return a function that starts a HOLDER in the directory."""
-    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__)
-
 
 @pytest.fixture(params=["nameless", "named"])
 def names(request: pytest.FixtureRequest, refuse: Callable[[int, int], None]) -> str:
     if request.param == "named":
         refuse(os.O_TMPFILE, errno.EOPNOTSUPP)
     return str(request.param)
-
-
-def _tell(process: subprocess.Popen[str], line: str) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
-    return process.stdout.readline().strip()
 
 
 def test_two_live_processes_in_one_directory(
@@ -97,12 +42,12 @@ def test_two_live_processes_in_one_directory(
     store.reserve(windows(256, 256))
     store.write(1, 0, pages(256, fill=9))
     other = holder(names)
-    assert _tell(process, "check") == _tell(other, "check") == "unharmed"
+    assert tell(process, "check") == tell(other, "check") == "unharmed"
     found = pages(256)
     store.read(1, 0, found)
     assert found == pages(256, fill=9)
     store.close()
-    assert _tell(process, "check") == _tell(other, "check") == "unharmed"
+    assert tell(process, "check") == tell(other, "check") == "unharmed"
 
 
 def test_a_killed_run_leaves_what_the_next_start_removes(
@@ -118,7 +63,7 @@ def test_a_killed_run_leaves_what_the_next_start_removes(
     store.reserve(windows(1))
     store.close()
     assert sorted(drive_path.rglob("*")) == before
-    assert _tell(live, "check") == "unharmed"
+    assert tell(live, "check") == "unharmed"
 
 
 @pytest.mark.parametrize("end", ["exit", "raise", "SIGINT"])
@@ -129,7 +74,7 @@ def test_an_exit_without_close_leaves_nothing(
     if end == "SIGINT":
         process.send_signal(signal.SIGINT)
     else:
-        _tell(process, end)
+        tell(process, end)
     process.wait(timeout=10)
     assert list(drive_path.iterdir()) == []
 
@@ -139,9 +84,9 @@ def test_a_forked_child_that_exits_harms_nothing(
 ) -> None:
     process = holder(names)
     before = sorted(drive_path.rglob("*"))
-    assert _tell(process, "fork") == "forked"
+    assert tell(process, "fork") == "forked"
     assert sorted(drive_path.rglob("*")) == before
-    assert _tell(process, "check") == "unharmed"
+    assert tell(process, "check") == "unharmed"
 
 
 @pytest.fixture

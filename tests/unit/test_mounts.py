@@ -18,7 +18,7 @@ def test_lines(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "self/mountinfo").write_text(TABLE.lstrip())
     mounts = read_mounts(tmp_path)
-    assert mounts[28] == Mount("/sub/dir", "/mnt/a b\\c", "ext4", ("rw", "discard"))
+    assert mounts[28] == Mount("/sub/dir", "/mnt/a b\\c", "ext4", ("rw", "discard"), "/dev/vda1")
     assert mounts[29].options[2] == "upperdir=/u"
     assert (mounts[22].kind, mounts[30].kind) == ("proc", "fuse.x")
 

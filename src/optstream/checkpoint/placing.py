@@ -11,6 +11,7 @@ from optstream import durable
 from optstream.errors import OutOfSpaceError, StoreError, WindowReadError
 from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.store.files import check_digest
+from optstream.store.linux import link
 from optstream.units import format_bytes
 
 _CANNOT_LINK = (
@@ -26,17 +27,13 @@ _CANNOT_LINK = (
 
 def place(file: FrozenFile, target: Path) -> None:
     """Give a frozen file a name, as a link or as a copy, and make it durable."""
-    here = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # only with a directory descriptor does os.link follow the link in /proc
-        os.link(f"/proc/self/fd/{file.fd}", target, src_dir_fd=here, follow_symlinks=True)
+        link(file.fd, target)
         os.fsync(file.fd)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise StoreError(error.errno, f"cannot link {target}: {error.strerror}") from error
         _copy(file, target)
-    finally:
-        os.close(here)
 
 
 def _copy(file: FrozenFile, target: Path) -> None:

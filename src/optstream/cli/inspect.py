@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from optstream.cli import target
+from optstream.cli.table import align
 from optstream.units import format_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _head(facts: dict[str, Any]) -> str:
             ("weights", format_bytes(training["weights_bytes"])),
             ("saved by", versions),
         ]
-    return _align(rows)
+    return align(rows)
 
 
 def _state_table(facts: dict[str, Any]) -> str:
@@ -147,7 +148,7 @@ def _state_table(facts: dict[str, Any]) -> str:
     rows = [("state", "dtype", "parameters", "bytes")]
     for (key, dtype), (count, num_bytes) in totals.items():
         rows.append((key, dtype, str(count), format_bytes(num_bytes)))
-    return _align(rows)
+    return align(rows)
 
 
 def _param_table(facts: dict[str, Any]) -> str:
@@ -166,19 +167,10 @@ def _param_table(facts: dict[str, Any]) -> str:
                 _span(windows),
             )
         )
-    return _align(rows)
+    return align(rows)
 
 
 def _span(windows: Sequence[int]) -> str:
     if not windows:
         return "-"
     return str(windows[0]) if len(windows) == 1 else f"{windows[0]} to {windows[-1]}"
-
-
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import optstream
-from optstream.cli import export, inspect, train, verify
+from optstream.cli import doctor, export, inspect, ls, plan, train, verify
 from optstream.cli.parser import Parser
 from optstream.errors import OffloadError
 from optstream.training.stop import Stopped
 
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
+    "doctor": doctor,
+    "ls": ls,
+    "plan": plan,
     "inspect": inspect,
     "verify": verify,
     "export": export,

@@ -33,6 +33,44 @@ def window_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def size(text: str) -> int:
+    """Parse a size that is not nothing."""
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if num_bytes == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is nothing; give a size above 0")
+    return num_bytes
+
+
+def bytes_per_s(text: str) -> int:
+    """Parse a rate: a size, with "/s" behind it or not."""
+    return size(text.removesuffix("/s"))
+
+
+def ram_budget(text: str) -> str:
+    """Check what may stay in memory between steps."""
+    from optstream.ram import Ram  # with torch
+
+    try:
+        Ram(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def budget(text: str) -> str:
+    """Check what may stay in memory on another machine, whose "auto" nobody knows."""
+    from optstream.ram import parse_budget  # with torch
+
+    try:
+        parse_budget(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a parser of whole numbers in a range, its ends included."""
 

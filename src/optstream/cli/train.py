@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from optstream.cli.parser import number_above, whole_number, window_size
+from optstream.cli.parser import number_above, ram_budget, whole_number, window_size
 from optstream.training.config import DTYPES, OPTIMIZERS, STORES, TrainConfig
 from optstream.training.packages import require_modules
 from optstream.training.stop import StopRequest
@@ -103,6 +103,13 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="state in memory together, for example 64MiB (default: "
         f"{format_bytes(TrainConfig.window_bytes)})",
+    )
+    group.add_argument(
+        "--ram",
+        type=ram_budget,
+        metavar="SIZE|PERCENT|auto",
+        help="state that stays in memory between steps, beside the windows: 8GiB, 25%% of the "
+        "state, or auto for what can be spared" + _default("ram"),
     )
 
 
@@ -219,8 +226,9 @@ def _check_usage(args: argparse.Namespace) -> None:
     store = args.store or TrainConfig.store
     if store != "direct" and args.state_dir is not None:
         args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
-    if store == "none" and args.window_bytes is not None:
-        args.parser.error("--window does nothing with --store none; leave one of them out")
+    for flag, value in (("--window", args.window_bytes), ("--ram", args.ram)):
+        if store == "none" and value is not None:
+            args.parser.error(f"{flag} does nothing with --store none; leave one of them out")
     if args.optimizer == "adamw":
         for flag, value in (("--adamw-lr", args.adamw_lr), ("--compare", args.compare)):
             if value:

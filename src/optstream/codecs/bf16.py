@@ -17,9 +17,10 @@ from optstream.codecs.noise import BLOCK, add_noise
 
 
 class Bf16(Codec):
-    """To the nearest, ties to even: |decoded - x| <= 2^-9 |x| for normal x; infinities and NaN stay.
+    """To the nearest, ties to even: |decoded - x| <= 2^-9 |x| for normal x.
 
-    What is above the largest bfloat16 by half a step or more (3.396e38) becomes infinity.
+    Infinities and NaN stay. What is above the largest bfloat16 by half a step (3.396e38) becomes
+    infinity.
     """
 
     name = "bf16"

@@ -53,7 +53,9 @@ class CodecChoice:
         self._setting = dict(setting)
         self._unused = set(self._setting)
 
-    def choose(self, param: str, key: str, dtype: torch.dtype, master_of: torch.dtype | None) -> str:
+    def choose(
+        self, param: str, key: str, dtype: torch.dtype, master_of: torch.dtype | None
+    ) -> str:
         """Return the name of the codec for one state tensor.
 
         Args:
@@ -62,16 +64,14 @@ class CodecChoice:
         Raises:
             ConfigError: a codec that does not fit the tensor's key or dtype.
         """
-        for pattern, name in self._setting.items():
-            by_key = pattern == key
-            if by_key or fnmatchcase(param, pattern) or fnmatchcase(f"{param}/{key}", pattern):
-                break
-        else:
-            return EXACT
-        codec = _fitting(name, key, dtype, master_of, named=by_key)
-        if codec is not None:
-            self._unused.discard(pattern)
-        return codec or EXACT
+        texts = (param, f"{param}/{key}")
+        for pattern, asked in self._setting.items():
+            if pattern == key or any(fnmatchcase(text, pattern) for text in texts):
+                codec = _fitting(asked, key, dtype, master_of, named=pattern == key)
+                if codec is not None:
+                    self._unused.discard(pattern)
+                return codec or EXACT
+        return EXACT
 
     def check_used(self) -> None:
         """Raise ConfigError if a pattern applied to no tensor so far."""

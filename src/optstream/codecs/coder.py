@@ -62,9 +62,7 @@ class Coder:
         for start, stop in self._chunks(source):
             part = source.part(start, stop)
             here = _at(place, part, start)
-            found = part.codec.decode(
-                part.parts, values[start:stop], here, self._work_for(part)
-            )
+            found = part.codec.decode(part.parts, values[start:stop], here, self._work_for(part))
             changed = found if changed is None or found is None else changed | found
         return changed
 

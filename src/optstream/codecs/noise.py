@@ -34,7 +34,7 @@ def add_noise(bits: Tensor, out: Tensor, place: Place) -> None:
 
 
 def _blocks(place: Place, count: int, device: torch.device) -> Tensor:
-    """Hash the numbers of blocks; xor-shifts and multiplications, Source: MurmurHash3's finalizer."""
+    """Hash the numbers of blocks. Source: MurmurHash3's finalizer."""
     first = place.start // BLOCK
     x = torch.arange(first, first + count, device=device)
     x = (x * 0x9E3779B1 + place.salt) & 0xFFFFFFFF

@@ -12,7 +12,7 @@ are codes, so in a block with ties that were rounded down some code stands for n
 
 NaN stays NaN, with the parameter's sign and upper payload.
 
-Source: none; the gap is closed here. Checked for every d and kind of p by tests/codecs/test_split.py.
+Checked for every d and every kind of p by tests/codecs/test_split.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Split(Codec):
         values.view(torch.int32).add_(codes)
         escaped = (escapes != NO_ESCAPE) & ~changed
         if bool(escaped.any()):
-            _restore_ties(rows(values.view(torch.int32), BLOCK), rows(codes, BLOCK), escapes, escaped)
+            _restore_ties(
+                rows(values.view(torch.int32), BLOCK), rows(codes, BLOCK), escapes, escaped
+            )
         return any_changed
 
 

@@ -6,6 +6,7 @@ from optstream.format.header import (
     header_size,
     parse_header,
     read_header,
+    starts_like_ours,
 )
 from optstream.format.record import TensorRecord, dtype_name, is_dense
 
@@ -18,4 +19,5 @@ __all__ = [
     "is_dense",
     "parse_header",
     "read_header",
+    "starts_like_ours",
 ]

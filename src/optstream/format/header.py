@@ -34,6 +34,8 @@ from optstream.format.record import (
 PAGE_BYTES = 4096
 FORMAT_VERSION = "1"
 MAX_JSON_BYTES = 100_000_000  # the safetensors reader refuses longer headers
+_START = b'{"__metadata__":{"format":"pt","optstream":'
+"""Of every header that `build_header` makes, behind its length."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ def build_header(records: Iterable[TensorRecord], data_bytes: int) -> bytes:
             "window header", f"{len(entries)} tensors need {num_bytes} bytes; use smaller windows"
         )
     return num_bytes.to_bytes(8, "little") + text.ljust(num_bytes)
+
+
+def starts_like_ours(head: bytes) -> bool:
+    """Tell a window file, of any version, from another program's by its first bytes."""
+    return head[8:].startswith(_START)
 
 
 def parse_header(head: bytes, file_bytes: int, path: str) -> WindowHeader:

@@ -149,7 +149,7 @@ def check_record(record: TensorRecord, path: str) -> None:
     if record.offset % EXTENT_ALIGN_BYTES:
         fault(path, f"{what!r} lies at {record.offset}, no multiple of {EXTENT_ALIGN_BYTES}")
     stored = (record.stored_dtype, record.stored_numel)
-    if (record.codec == EXACT) != (stored == (None, None)) or (None in stored) != (stored[0] == stored[1]):
+    if any((value is None) != (record.codec == EXACT) for value in stored):
         fault(path, f"{what!r} has the codec {record.codec!r} and is stored as {stored}")
     if record.stored_dtype is not None and record.stored_dtype not in _DTYPES:
         fault(path, f"{what!r} is stored as the unknown dtype {record.stored_dtype!r}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from optstream.codecs import coder_bytes
 from optstream.errors import ConfigError
+from optstream.plan.resident import choose_resident
 from optstream.plan.specs import ParamSpec, Temporaries
 from optstream.plan.windows import EXTENT_ALIGNMENT, Window, build_windows
 from optstream.units import aligned, format_bytes
@@ -37,32 +38,61 @@ log = logging.getLogger("optstream")
 
 @dataclass(frozen=True)
 class Plan:
-    """All windows and their cost; `extended` gives the plan with more parameters."""
+    """All windows and their cost.
+
+    Attributes:
+        resident: indices of the windows that stay in memory between steps.
+    """
 
     window_bytes: int
     params: tuple[ParamSpec, ...] = ()
     windows: tuple[Window, ...] = ()
-    in_place: bool = False
+    resident: frozenset[int] = frozenset()
 
     def extended(self, params: Sequence[ParamSpec]) -> Plan:
         """Return this plan with windows for more parameters behind the ones it has."""
         windows = tuple(build_windows(params, len(self.params), self.window_bytes))
         _report_large_windows(windows, params, len(self.params), self.window_bytes)
-        return Plan(
-            self.window_bytes, self.params + tuple(params), self.windows + windows, self.in_place
-        )
+        return replace(self, params=self.params + tuple(params), windows=self.windows + windows)
+
+    def with_resident(self, budget_bytes: int) -> Plan:
+        """Return this plan with as many bytes of windows resident; those that are stay so."""
+        others = [index for index in range(self.num_windows) if index not in self.resident]
+        sizes = [self.windows[index].data_bytes for index in others]
+        chosen = choose_resident(sizes, NUM_SLOTS, budget_bytes - self.resident_bytes)
+        return replace(self, resident=self.resident | {others[place] for place in chosen})
 
     @property
     def num_windows(self) -> int:
         return len(self.windows)
 
     @property
+    def num_resident(self) -> int:
+        return len(self.resident)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of windows that stay in memory between steps."""
+        return sum(self.windows[index].data_bytes for index in self.resident)
+
+    @cached_property
+    def streamed(self) -> tuple[Window, ...]:
+        """The windows that move: all but the resident ones, in the order of the scan."""
+        indices = range(self.num_windows)
+        return tuple(self.windows[index] for index in indices if index not in self.resident)
+
+    @property
     def num_slots(self) -> int:
-        return 0 if self.in_place else min(NUM_SLOTS, self.num_windows)
+        return min(NUM_SLOTS, len(self.streamed))
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Size of a slot: the largest window's data."""
+        """Size of a slot: the data of the largest window that moves."""
+        return max((window.data_bytes for window in self.streamed), default=0)
+
+    @cached_property
+    def largest_bytes(self) -> int:
+        """Size of a buffer on an accelerator: the largest window's data."""
         return max((window.data_bytes for window in self.windows), default=0)
 
     @cached_property
@@ -88,15 +118,15 @@ class Plan:
     @cached_property
     def peak_host_bytes(self) -> int:
         """The most anonymous host memory ever used above the model and its gradients."""
-        stored = self.data_bytes if self.in_place else self.num_slots * self.slot_bytes
-        return stored + self._working_bytes("cpu") + OVERHEAD_BYTES
+        buffers = self.resident_bytes + self.num_slots * self.slot_bytes
+        return buffers + self._working_bytes("cpu") + OVERHEAD_BYTES
 
     @cached_property
     def peak_device_bytes(self) -> int:
         """The most memory ever used on an accelerator above the model and its gradients, of one."""
         devices = {window.device for window in self.windows} - {"cpu"}
         working = [self._working_bytes(device) for device in devices]
-        fixed = NUM_DEVICE_BUFFERS * self.slot_bytes + DEVICE_OVERHEAD_BYTES
+        fixed = NUM_DEVICE_BUFFERS * self.largest_bytes + DEVICE_OVERHEAD_BYTES
         return max((fixed + num_bytes for num_bytes in working), default=0)
 
     @cached_property
@@ -115,17 +145,15 @@ class Plan:
 
     @cached_property
     def written_bytes_per_step(self) -> int:
-        return 0 if self.in_place else self.data_bytes
+        return self.data_bytes - self.resident_bytes
 
     @cached_property
     def read_bytes_per_step(self) -> int:
         """Mean of two steps: scans alternate, and what ends one in the slots starts the next."""
-        if self.in_place:
-            return 0
         kept = self.num_slots
-        first, last = self.windows[:kept], self.windows[self.num_windows - kept :]
+        first, last = self.streamed[:kept], self.streamed[len(self.streamed) - kept :]
         kept_bytes = sum(window.data_bytes for window in (*first, *last)) // 2
-        return self.data_bytes - kept_bytes
+        return self.written_bytes_per_step - kept_bytes
 
     def _window_gradient_bytes(self, window: Window) -> int:
         return sum(

@@ -16,7 +16,7 @@ MAX_TILE = 2**20
 """Elements updated at once; temporaries stay in the processor's cache and out of the bound."""
 
 ENCODED_TILE = 2**18
-"""Elements decoded, updated and encoded at once, where the rule allows; that is in the cache, too."""
+"""Elements decoded, updated and encoded at once where the rule allows, in the cache as well."""
 
 SCRATCH_ALIGNMENT = 64
 """Bytes, as torch's own allocations."""

@@ -22,15 +22,11 @@ def make_directory(path: Path) -> list[Path]:
     Raises:
         StoreError: not a directory, cannot be made or written, or its files would be in memory.
     """
-    missing = []
-    parent = path
-    while not os.path.lexists(parent):
-        missing.append(parent)
-        parent = parent.parent
-    check_directory(parent, path)
+    missing = missing_directories(path)
+    check_directory(missing[0].parent if missing else path, path)
     made: list[Path] = []
     try:
-        for directory in reversed(missing):
+        for directory in missing:
             try:
                 directory.mkdir(mode=0o700)
             except FileExistsError:
@@ -40,6 +36,15 @@ def make_directory(path: Path) -> list[Path]:
         remove_directories(made)
         raise _refusal(path, error) from error
     return made
+
+
+def missing_directories(path: Path) -> list[Path]:
+    """Return what has to be made for a directory to be there, outermost first."""
+    missing: list[Path] = []
+    while not os.path.lexists(path):
+        missing.insert(0, path)
+        path = path.parent
+    return missing
 
 
 def remove_directories(made: Sequence[Path]) -> None:
@@ -146,6 +151,22 @@ def check_limits(num_files: int, largest_bytes: int) -> None:
             f"a window file needs {format_bytes(largest_bytes)} and the process may write files of "
             f"{format_bytes(soft)}; give a smaller window or raise the limit (ulimit -f)",
         )
+
+
+def distinct(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return directories as absolute paths.
+
+    Raises:
+        ConfigError: none at all, one that is no path, or one given twice.
+    """
+    paths = [absolute(directory) for directory in directories]
+    if not paths:
+        raise ConfigError("no directory is given; give at least one on a drive")
+    real = [path.resolve() for path in paths]
+    for path in paths:
+        if real.count(path.resolve()) > 1:
+            raise ConfigError(f"directory {path} is given twice; give each drive once")
+    return paths
 
 
 def absolute(directory: str | os.PathLike[str]) -> Path:

@@ -21,13 +21,15 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from errno import ENOTEMPTY
 from pathlib import Path
 
 from optstream.units import format_bytes
 
 _PREFIX = "optstream-live-"
-_LOCK = "lock"
+LOCK = "lock"
 _NUM_ATTEMPTS = 7  # 63 ms in all
 _WINDOW = re.compile(r"window-\d{5,}\.safetensors")
 
@@ -47,9 +49,9 @@ class Claim:
         while lock_fd is None:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
             try:
-                lock_fd = _lock(self.path / _LOCK)
+                lock_fd = _lock(self.path / LOCK)
             except BaseException:
-                (self.path / _LOCK).unlink(missing_ok=True)
+                (self.path / LOCK).unlink(missing_ok=True)
                 self.path.rmdir()
                 raise
         self.lock_fd = lock_fd
@@ -69,19 +71,69 @@ class Claim:
         os.close(lock_fd)
 
 
+@dataclass(frozen=True)
+class FoundClaim:
+    """A claim that is in a directory.
+
+    Attributes:
+        held: its process lives; None: it is another user's, which cannot be told.
+        num_bytes: of window files that are named in it.
+    """
+
+    path: Path
+    held: bool | None
+    num_bytes: int
+
+
+def find_claims(directory: Path) -> Iterator[FoundClaim]:
+    """Yield the claims in a directory, of the living and of the dead; changes nothing."""
+    for path in _claims(directory):
+        try:
+            yield FoundClaim(path, _is_held(path / LOCK), _window_bytes(path))
+        except FileNotFoundError:
+            continue  # it ended just now
+        except OSError:
+            yield FoundClaim(path, None, 0)
+
+
+def of_claim(path: Path) -> Path | None:
+    """Return the claim that a file's path lies in; None if in none."""
+    return path.parent if path.parent.name.startswith(_PREFIX) else None
+
+
 def purge_stale(directory: Path) -> None:
     """Remove what dead processes left in `directory`; never touches what a live one holds."""
-    for path in directory.glob(_PREFIX + "*"):
-        if path.is_symlink() or not path.is_dir():
-            continue  # not made here; following it could lead to a checkpoint
+    for path in _claims(directory):
         try:
-            lock_fd = _lock(path / _LOCK)
+            lock_fd = _lock(path / LOCK)
         except OSError:
             continue  # another user's, or removed by another purger just now
         if lock_fd is not None:
-            num_bytes = sum(file.lstat().st_blocks * 512 for file in _window_files(path))
+            num_bytes = _window_bytes(path)
             _remove(path, lock_fd)
             log.info("%s: removed %s that a dead run left", path, format_bytes(num_bytes))
+
+
+def _claims(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.glob(_PREFIX + "*")):
+        # a link was not made here; following it could lead to a checkpoint
+        if path.is_dir() and not path.is_symlink():
+            yield path
+
+
+def _is_held(path: Path) -> bool:
+    """Tell whether a lock is held, without making its file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _lock(path: Path) -> int | None:
@@ -107,7 +159,7 @@ def _remove(path: Path, lock_fd: int) -> None:
     """Remove a claimed directory and its lock; with anything in it that is not ours, it stays."""
     for file in _window_files(path):
         file.unlink(missing_ok=True)
-    (path / _LOCK).unlink(missing_ok=True)
+    (path / LOCK).unlink(missing_ok=True)
     fcntl.flock(lock_fd, fcntl.LOCK_UN)  # a forked child may hold a copy
     os.close(lock_fd)
     for attempt in range(_NUM_ATTEMPTS):
@@ -123,6 +175,10 @@ def _remove(path: Path, lock_fd: int) -> None:
             time.sleep(0.001 * 2**attempt)
         else:
             return
+
+
+def _window_bytes(path: Path) -> int:
+    return sum(file.lstat().st_blocks * 512 for file in _window_files(path))
 
 
 def _window_files(path: Path) -> list[Path]:

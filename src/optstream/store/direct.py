@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from optstream.errors import ClosedError, ConfigError, OutOfSpaceError, WindowWriteError
+from optstream.errors import ClosedError, OutOfSpaceError, WindowWriteError
 from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
-from optstream.store.checks import absolute, check_limits, check_space, reserve_refused
+from optstream.store.checks import check_limits, check_space, distinct, reserve_refused
 from optstream.store.files import Drive, LiveFile
 
 log = logging.getLogger("optstream")
@@ -31,14 +31,7 @@ class Direct(Store):
         Raises:
             ConfigError: no directory, one that is no path, or one given twice.
         """
-        paths = [absolute(directory) for directory in directories]
-        if not paths:
-            raise ConfigError("no directory is given; give at least one on a drive")
-        real = [path.resolve() for path in paths]
-        for path in paths:
-            if real.count(path.resolve()) > 1:
-                raise ConfigError(f"directory {path} is given twice; give each drive once")
-        self._drives = [Drive(path) for path in paths]
+        self._drives = [Drive(path) for path in distinct(directories)]
         self._files: list[LiveFile] = []
         self._specs: list[WindowFile] = []
         self._spares: dict[int, LiveFile] = {}

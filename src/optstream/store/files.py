@@ -16,9 +16,10 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from errno import EINVAL, EIO, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
+from functools import cached_property
 from pathlib import Path
 
 import xxhash
@@ -123,12 +124,17 @@ class LiveFile:
 class Drive:
     """One directory that window files are made in."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, announce: Callable[[str], None] = log.warning) -> None:
+        """Name the directory; nothing is touched.
+
+        Args:
+            announce: is told, once each, what the filesystem cannot do and what is done instead.
+        """
         self.directory = directory
+        self._announce = announce
         self._made: list[Path] = []
         self._claim: Claim | None = None
         self._direct = True
-        self._copies_on_write = False
         self._num_named = 0
         self._warned: set[str] = set()
 
@@ -140,8 +146,6 @@ class Drive:
         """
         self._made += make_directory(self.directory)
         purge_stale(self.directory)
-        mount = find_mount(self.directory)
-        self._copies_on_write = mount is not None and mount.kind == "btrfs"
 
     def create(self, window: int, file: WindowFile) -> LiveFile:
         """Make a window's file, reserve all of it, write its header; the data reads as zeros.
@@ -204,6 +208,11 @@ class Drive:
             if self._copies_on_write:
                 linux.overwrite_in_place(fd)
             return live
+
+    @cached_property
+    def _copies_on_write(self) -> bool:
+        mount = find_mount(self.directory)
+        return mount is not None and mount.kind == "btrfs"
 
     def _check_alignment(self, live: LiveFile) -> None:
         align_bytes = linux.direct_align_bytes(live.fd) if live.direct else None
@@ -270,7 +279,7 @@ class Drive:
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            log.warning("%s: %s", self.directory, text)
+            self._announce(f"{self.directory}: {text}")
 
 
 def check_digest(buffer: memoryview, digest: int | None, name: str, position: int) -> None:

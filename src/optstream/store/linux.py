@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import struct
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -19,6 +20,7 @@ _DIO_ALIGN_AT = 152
 _FS_IOC_GETFLAGS = 0x80086601
 _FS_IOC_SETFLAGS = 0x40086602
 _FS_NOCOW_FL = 0x00800000
+_FICLONE = 0x40049409
 
 
 def fallocate(fd: int, num_bytes: int) -> None:
@@ -51,6 +53,29 @@ def direct_align_bytes(fd: int) -> int | None:
         return None
     memory_align_bytes, offset_align_bytes = struct.unpack_from("II", result, _DIO_ALIGN_AT)
     return int(max(memory_align_bytes, offset_align_bytes))
+
+
+def link(fd: int, target: Path) -> None:
+    """Give an open file, also one without a name, a new name on its filesystem.
+
+    Raises:
+        OSError: the filesystem cannot, or all links that a nameless file once had are gone.
+    """
+    here = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # only with a directory descriptor does os.link follow the link in /proc
+        os.link(f"/proc/self/fd/{fd}", target, src_dir_fd=here, follow_symlinks=True)
+    finally:
+        os.close(here)
+
+
+def share_blocks(source_fd: int, target_fd: int) -> bool:
+    """Make an empty file a copy of another that shares its blocks (reflink); False: cannot."""
+    try:
+        fcntl.ioctl(target_fd, _FICLONE, source_fd)
+    except OSError:
+        return False
+    return True
 
 
 def overwrite_in_place(fd: int) -> None:

@@ -11,15 +11,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from optstream.errors import WindowIOError
+from optstream.memory import read_available_bytes
 from optstream.plan import Plan, aligned
-from optstream.store.base import PIECE_BYTES, FrozenFile, Store, freeze_copy
+from optstream.store.base import PIECE_BYTES, FrozenFile, Store, WindowFile, freeze_copy
 from optstream.stream import lane as lanes
+from optstream.stream.resident import Resident
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
 from optstream.stream.transfers import Transfers
 
@@ -35,105 +36,97 @@ class Stream:
         self._plan = Plan(window_bytes=0)
         self._slots: list[Slot] = []
         self._lanes = lanes.Lanes()
-        self._stored: set[int] = set()
         self._next_use: dict[int, int] = {}
-        self._read_errors: dict[int, Exception] = {}
         self._write_errors: dict[int, Exception] = {}
-        self._updates = 0
         self._changed = threading.Condition()
         self._transfers = Transfers(store, io_threads, self._changed, then=self._pump)
+        self._resident = Resident(store, self._transfers, self._changed)
         self.counters = self._transfers.counters
 
-    def resize(self, plan: Plan) -> None:
-        """Make slots and threads for a plan; what slots held is on the drive already.
+    def extend(self, plan: Plan, files: Sequence[WindowFile]) -> None:
+        """Make room for a larger plan, in memory and in the store.
+
+        Args:
+            files: what the store must hold for the windows that are new.
 
         Raises:
-            WindowWriteError: something is not, and still cannot be written.
+            WindowWriteError: what slots hold is not on the drive and still cannot be written.
+            StoreError: the store, or memory, cannot hold the new windows; nothing was changed.
         """
         self.drain()
+        room = self._resident.make_room(plan)
+        self._store.reserve(files)
         self._lanes.drop()
-        if plan.slot_bytes > self._plan.slot_bytes or plan.num_slots > self._plan.num_slots:
-            self._free_slots()
+        self._resident.extend(plan, room)
+        before, self._plan = self._plan, plan
+        if (plan.slot_bytes, plan.num_slots) != (before.slot_bytes, before.num_slots):
+            self._lanes.unpin()
+            self._slots = []  # before there are others: both would pass the bound
             self._slots = [allocate(plan.slot_bytes) for _ in range(plan.num_slots)]
-        self._plan = plan
-        self._transfers.open(0 if plan.in_place else self._store.num_drives)
+        self._transfers.open(self._store.num_drives)
 
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
     ) -> Generator[tuple[int, Tensor], None, None]:
         """Yield each window with its data (uint8, on its device), to be updated in place.
 
-        A window is written once the caller asks for the next one. Close the generator
-        (contextlib.closing) so that a window whose update failed is not written.
+        A window is written once the caller asks for the next one, unless it is resident. Close the
+        generator (contextlib.closing) so that a window whose update failed is not written.
 
         Raises:
             WindowReadError: the window cannot be read; nothing of it was changed.
             WindowWriteError: before the first window, if an earlier write still fails, or as soon
                 as slots run out; else see `check`. What could not be written stays in its slot.
         """
-        if self._plan.in_place:
-            yield from self._windows_in_place(order, devices)
-            return
         self._retry_writes()
-        self._look_ahead(order)
+        streamed = [window for window in order if window not in self._resident]
+        self._look_ahead(streamed)
         try:
             for window in order:
-                slot = self._acquire(window)
+                resident = window in self._resident
+                slot = self._resident.acquire(window) if resident else self._acquire(window)
                 host = slot.tensor[: self._plan.windows[window].data_bytes]
                 lane = self._lane(devices[window])
                 buffer = lane.load(host)
                 lane.wait_loaded()
                 yield window, buffer
-                self._write(slot, window, lane.unload(host))
+                release = self._resident.release if resident else self._write
+                release(slot, window, lane.unload(host))
         except BaseException:
             self._abandon()
             raise
-        self._look_ahead(list(reversed(order)))
-
-    def _windows_in_place(
-        self, order: Sequence[int], devices: Mapping[int, torch.device]
-    ) -> Generator[tuple[int, Tensor], None, None]:
-        unloaded: list[lanes.Wait] = []
-        try:
-            for window in order:
-                host = self._view(window)
-                if window not in self._stored:
-                    host.zero_()
-                lane = self._lane(devices[window])
-                buffer = lane.load(host)
-                lane.wait_loaded()
-                yield window, buffer
-                unloaded.append(lane.unload(host))
-                self._stored.add(window)
-        except BaseException:
-            self._abandon()
-            raise
-        for wait in unloaded:
-            wait()
+        self._look_ahead(streamed[::-1])
 
     def freeze(self) -> dict[int, FrozenFile]:
         """Make every window's bytes on the drive immutable and return them; none is under way.
 
-        What could not be written is frozen from its slot, as a file in memory.
+        Resident windows that changed are written first. What could not be written is frozen from
+        its slot, as a file in memory.
 
         Raises:
             OutOfSpaceError: no space for the next writes; nothing was frozen.
+            WindowWriteError: resident windows cannot be written, and memory cannot hold copies;
+                nothing was frozen.
         """
         with contextlib.suppress(WindowIOError):
             self.drain()
-        frozen = self._store.freeze(sorted(self._stored - self._write_errors.keys()))
-        for slot in self._slots:
-            if slot.state is SlotState.DIRTY and slot.window is not None:
-                file = self._store.file(slot.window)
-                data = slot.memory[: file.data_bytes]
-                frozen[slot.window] = freeze_copy(file, data, f"window {slot.window} in memory")
+        errors = {**self._write_errors, **self._resident.save()}
+        num_bytes = sum(self._store.file(window).file_bytes for window in errors)
+        if num_bytes > read_available_bytes():
+            raise next(iter(errors.values()))
+        frozen = self._store.freeze(sorted(self._transfers.stored - errors.keys()))
+        for window in errors:
+            slot, file = self._holding(window), self._store.file(window)
+            assert slot is not None
+            data = slot.memory[: file.data_bytes]
+            frozen[window] = freeze_copy(file, data, f"window {window} in memory")
         return frozen
 
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         """Return a copy of some of a window's bytes, as they are now."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight())
-            slot = holding(self._slots, window)
+            self._transfers.settle()
+            slot = self._holding(window)
             if slot is not None:
                 return slot.tensor[offset : offset + num_bytes].clone()
         # whole pieces: what comes from a checkpoint is held against their digests
@@ -155,16 +148,20 @@ class Stream:
         """
         with self._changed:
             self._next_use = {}
-            self._changed.wait_for(lambda: not self._in_flight())
+            self._resident.forget()
             for slot in self._slots:
                 slot.put(SlotState.FREE, None)
             self._write_errors.clear()
-            self._stored = set(windows)
+            self._transfers.stored = set(windows)
 
     def drain(self) -> None:
-        """Wait until every window is on the drive; WindowWriteError if one cannot be written."""
+        """Wait until all windows but resident ones are on the drive.
+
+        Raises:
+            WindowWriteError: one cannot be written.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight())
+            self._transfers.settle()
         self._retry_writes()
 
     def close(self) -> None:
@@ -175,7 +172,9 @@ class Stream:
         self._transfers.close()
         try:
             self._lanes.drop()
-            self._free_slots()
+            self._lanes.unpin()
+            self._slots = []
+            self._resident.close()
         finally:
             self._store.close()
 
@@ -184,7 +183,7 @@ class Stream:
     def _look_ahead(self, order: Sequence[int]) -> None:
         with self._changed:
             self._next_use = {window: position for position, window in enumerate(order)}
-            self._read_errors.clear()
+            self._transfers.read_errors.clear()
             self._pump()
 
     def _acquire(self, window: int) -> Slot:
@@ -198,14 +197,14 @@ class Stream:
                 if slot is not None and slot.state is SlotState.DIRTY:
                     # an update that fails would spoil the only copy; the next step writes it first
                     raise self._write_errors[window]
-                if window in self._read_errors:
-                    raise self._read_errors.pop(window)
-                if slot is None and not self._in_flight():
+                if window in self._transfers.read_errors:
+                    raise self._transfers.read_errors.pop(window)
+                if slot is None and self._transfers.idle:
                     raise next(iter(self._write_errors.values()))
                 self._wait(reading=slot is not None and slot.state is SlotState.READING)
             slot.state = SlotState.BUSY
             self._next_use.pop(window, None)
-        if window not in self._stored:
+        if window not in self._transfers.stored:
             slot.tensor.zero_()
         return slot
 
@@ -214,11 +213,12 @@ class Stream:
         self._lanes.settle()
         with self._changed:
             self._next_use = {}
+            self._resident.abandon()
             for slot in self._slots:
                 if slot.state is SlotState.BUSY:
                     slot.put(SlotState.FREE, None)
             # a read that is about to fail belongs to this attempt, not to the next one
-            self._changed.wait_for(lambda: not self._in_flight(SlotState.READING))
+            self._changed.wait_for(lambda: not self._transfers.num_reading)
 
     def _wait(self, *, reading: bool) -> None:
         start = time.perf_counter()
@@ -229,54 +229,22 @@ class Stream:
         else:
             self.counters.write_wait_s += waited
 
-    def _in_flight(self, *moving: SlotState) -> bool:
-        moving = moving or (SlotState.READING, SlotState.WRITING)
-        return any(slot.state in moving for slot in self._slots)
-
     def _pump(self) -> None:
         """Start reading every window to come for which there is a slot."""
         for window in self._next_use:
-            if holding(self._slots, window) is not None or window in self._read_errors:
+            if holding(self._slots, window) is not None or window in self._transfers.read_errors:
                 continue
             slot = choose(self._slots, window, self._next_use)
             if slot is None:
                 return
-            slot.put(SlotState.READING, window)
-            if window in self._stored:
-                self._read(slot, window)
-            else:
-                slot.state = SlotState.READY
+            self._transfers.read(slot, window)
 
     # -- transfers ----------------------------------------------
 
-    def _read(self, slot: Slot, window: int) -> None:
-        def done(error: Exception | None) -> None:
-            if error is None:
-                slot.state = SlotState.READY
-            else:
-                self._read_errors[window] = error
-                slot.put(SlotState.FREE, None)
-
-        self._transfers.read(window, self._data(slot, window), done)
-
     def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
-        def done(error: Exception | None) -> None:
-            if error is None:
-                slot.state = SlotState.READY
-            else:
-                self._write_errors[window] = error
-                slot.state = SlotState.DIRTY
-
         with self._changed:
-            self._store.prepare_write(window)
-            self._updates += 1
-            slot.used = self._updates
-            slot.state = SlotState.WRITING
-            self._stored.add(window)
-            self._transfers.write(window, self._data(slot, window), ready, done)
-
-    def _data(self, slot: Slot, window: int) -> memoryview:
-        return slot.memory[: self._plan.windows[window].data_bytes]
+            slot.ready = ready
+            self._transfers.write(slot, window, self._write_errors)
 
     def _retry_writes(self) -> None:
         """Write what could not be written before; WindowWriteError if it still cannot."""
@@ -285,9 +253,9 @@ class Stream:
                 if slot.state is SlotState.DIRTY:
                     assert slot.window is not None
                     self._write_errors.pop(slot.window, None)
-                    self._write(slot, slot.window, lanes.nothing)
+                    self._transfers.write(slot, slot.window, self._write_errors)
                     start = time.perf_counter()
-                    self._changed.wait_for(partial(_is_written, slot))
+                    self._transfers.wait(slot)
                     self.counters.write_wait_s += time.perf_counter() - start
         self.check()
 
@@ -299,22 +267,9 @@ class Stream:
 
     # -- buffers ----------------------------------------------
 
-    def _view(self, window: int) -> Tensor:
-        memory = self._store.view(window)
-        if len(memory) == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def _holding(self, window: int) -> Slot | None:
+        return self._resident.holding(window) or holding(self._slots, window)
 
     def _lane(self, device: torch.device) -> lanes.Lane:
-        hosts = [slot.tensor for slot in self._slots]
-        if self._plan.in_place:
-            hosts = [self._view(window) for window in range(self._plan.num_windows)]
-        return self._lanes.get(device, self._plan.slot_bytes, hosts)
-
-    def _free_slots(self) -> None:
-        self._lanes.unpin()
-        self._slots = []
-
-
-def _is_written(slot: Slot) -> bool:
-    return slot.state is not SlotState.WRITING
+        hosts = [*(slot.tensor for slot in self._slots), *self._resident.hosts]
+        return self._lanes.get(device, self._plan.largest_bytes, hosts)

@@ -12,7 +12,7 @@ only copy.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -41,6 +41,8 @@ class Slot:
         tensor: the same bytes as uint8.
         window: what it holds (None where FREE).
         used: when its window was last updated, a running number.
+        newer: the drive has not got these bytes (of a resident window, see resident.py).
+        ready: blocks until the bytes are in host memory.
     """
 
     memory: memoryview
@@ -48,6 +50,8 @@ class Slot:
     state: SlotState = SlotState.FREE
     window: int | None = None
     used: int = 0
+    newer: bool = False
+    ready: Callable[[], None] = lambda: None
 
     def put(self, state: SlotState, window: int | None) -> None:
         self.state, self.window = state, window
@@ -55,6 +59,11 @@ class Slot:
 
 def allocate(num_bytes: int) -> Slot:
     """Return a slot of private, page-aligned memory whose pages are all there already."""
+    return view(allocate_memory(num_bytes))
+
+
+def allocate_memory(num_bytes: int) -> memoryview:
+    """Return private, page-aligned memory whose pages are all there already."""
     num_bytes = max(num_bytes, PAGE_BYTES)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -62,9 +71,15 @@ def allocate(num_bytes: int) -> Slot:
     # a data loader forks while transfers are under way: before Linux 6.3 their pages could end up
     # in the child (open(2), NOTES on O_DIRECT)
     memory.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    tensor.zero_()
-    return Slot(memoryview(memory), tensor)
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return memoryview(memory)
+
+
+def view(memory: memoryview) -> Slot:
+    """Return a slot over memory that is there."""
+    if len(memory) == 0:
+        return Slot(memory, torch.empty(0, dtype=torch.uint8))
+    return Slot(memory, torch.frombuffer(memory, dtype=torch.uint8))
 
 
 def holding(slots: Sequence[Slot], window: int) -> Slot | None:

@@ -1,4 +1,4 @@
-"""Moving windows between host buffers and the store: piece by piece, on a few threads a drive."""
+"""Moving windows between slots and the store: piece by piece, on a few threads a drive."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ from dataclasses import dataclass
 from optstream.errors import WindowIOError
 from optstream.store.base import PIECE_BYTES, Store
 from optstream.stream import lane as lanes
-
-Move = Callable[[int, int, memoryview], None]
-"""`Store.read` or `Store.write`."""
-
-Done = Callable[[Exception | None], None]
-"""Told of the first piece's error that was met, or of none."""
+from optstream.stream.slots import Slot, SlotState
 
 
 @dataclass
 class Counters:
-    """What was measured since the stream was made; bytes count when their transfer is through."""
+    """What was measured since the stream was made; bytes count when their transfer is through.
+
+    Attributes:
+        saved_bytes: those of written_bytes that were of resident windows.
+    """
 
     read_bytes: int = 0
     written_bytes: int = 0
+    saved_bytes: int = 0
     read_wait_s: float = 0.0
     write_wait_s: float = 0.0
 
 
 class Transfers:
-    """Moves whole windows.
+    """Starts transfers of whole windows, and says in their slots what became of them.
 
-    Ordering: `read` and `write` are called with `changed` held. So are `done`, once the last piece
-    is through, and `then` behind it, where a thread of a drive ended the transfer.
+    Attributes:
+        stored: windows that have state; the others are new and read as zeros.
+        read_errors: by window.
+        num_reading, num_writing: windows that are under way.
+
+    Ordering: transfers are started with `changed` held. So are they ended, and `then` is called
+    behind that unless the caller's own thread ended it.
     """
 
     def __init__(
@@ -43,10 +48,14 @@ class Transfers:
         then: Callable[[], None],
     ) -> None:
         self.counters = Counters()
+        self.stored: set[int] = set()
+        self.read_errors: dict[int, Exception] = {}
+        self.num_reading = self.num_writing = 0
         self._store = store
         self._io_threads = io_threads
         self._changed = changed
         self._then = then
+        self._num_writes = 0
         self._pools: list[ThreadPoolExecutor] = []
 
     def open(self, num_drives: int) -> None:
@@ -54,23 +63,71 @@ class Transfers:
         for drive in range(len(self._pools), num_drives):
             self._pools.append(ThreadPoolExecutor(self._io_threads, f"optstream-drive{drive}"))
 
-    def read(self, window: int, memory: memoryview, done: Done) -> None:
-        """Start reading a window into `memory`, which is as long as its data."""
+    @property
+    def idle(self) -> bool:
+        return not (self.num_reading or self.num_writing)
 
-        def count(error: Exception | None) -> None:
-            self.counters.read_bytes += 0 if error else len(memory)
-            done(error)
+    def settle(self) -> None:
+        """Wait until nothing is under way."""
+        self._changed.wait_for(lambda: self.idle)
 
-        self._start(window, memory, self._store.read, lanes.nothing, count)
+    def wait(self, slot: Slot) -> None:
+        """Wait until a slot is not under way."""
+        moving = (SlotState.READING, SlotState.WRITING)
+        self._changed.wait_for(lambda: slot.state not in moving)
 
-    def write(self, window: int, memory: memoryview, ready: lanes.Wait, done: Done) -> None:
-        """Start writing a window from `memory` once `ready` returns."""
+    def read(self, slot: Slot, window: int) -> None:
+        """Start reading a window: READING, then READY or, upon an error, FREE.
 
-        def count(error: Exception | None) -> None:
-            self.counters.written_bytes += 0 if error else len(memory)
-            done(error)
+        A new one is READY at once, and still to be zeroed.
+        """
+        if window not in self.stored:
+            slot.put(SlotState.READY, window)
+            return
+        data = self._data(slot, window)
 
-        self._start(window, memory, self._store.write, ready, count)
+        def done(error: Exception | None) -> None:
+            self.num_reading -= 1
+            if error is None:
+                self.counters.read_bytes += len(data)
+                slot.state = SlotState.READY
+            else:
+                self.read_errors[window] = error
+                slot.put(SlotState.FREE, None)
+
+        slot.put(SlotState.READING, window)
+        self.num_reading += 1
+        self._start(window, data, self._store.read, lanes.nothing, done)
+
+    def write(self, slot: Slot, window: int, errors: dict[int, Exception]) -> None:
+        """Start writing a window: WRITING, then READY or, upon an error, DIRTY.
+
+        Args:
+            errors: gets the error.
+
+        Raises:
+            WindowWriteError: there is no fresh file for it; nothing was changed.
+        """
+        data = self._data(slot, window)
+
+        def done(error: Exception | None) -> None:
+            self.num_writing -= 1
+            if error is None:
+                self.counters.written_bytes += len(data)
+                self.counters.saved_bytes += len(data) if slot.newer else 0
+                slot.newer = False
+                slot.state = SlotState.READY
+            else:
+                errors[window] = error
+                slot.state = SlotState.DIRTY
+
+        self._store.prepare_write(window)
+        self._num_writes += 1
+        slot.used = self._num_writes
+        slot.state = SlotState.WRITING
+        self.stored.add(window)
+        self.num_writing += 1
+        self._start(window, data, self._store.write, slot.ready, done)
 
     def close(self) -> None:
         """End the threads, with what they were given."""
@@ -78,10 +135,19 @@ class Transfers:
             pool.shutdown(wait=True)
         self._pools = []
 
+    def _data(self, slot: Slot, window: int) -> memoryview:
+        return slot.memory[: self._store.file(window).data_bytes]
+
     def _start(
-        self, window: int, memory: memoryview, move: Move, ready: lanes.Wait, done: Done
+        self,
+        window: int,
+        data: memoryview,
+        move: Callable[[int, int, memoryview], None],
+        ready: lanes.Wait,
+        done: Callable[[Exception | None], None],
     ) -> None:
-        offsets = range(0, len(memory), PIECE_BYTES)
+        """Move each piece once `ready` returns; the last one calls `done` with an error, if any."""
+        offsets = range(0, len(data), PIECE_BYTES)
         if not offsets:
             done(None)
             return
@@ -98,7 +164,7 @@ class Transfers:
         def move_piece(offset: int) -> None:
             try:
                 ready()
-                move(window, offset, memory[offset : offset + PIECE_BYTES])
+                move(window, offset, data[offset : offset + PIECE_BYTES])
             except Exception as error:  # whatever it is, the thread that steps must hear it
                 errors.append(_of_window(error, window))
             with self._changed:

@@ -35,6 +35,8 @@ class TrainConfig:
     """Directory on a drive for the state; None where the store needs none."""
     window_bytes: int = 64 * 2**20
     """State that is in memory together, at most, bytes."""
+    ram: int | str = 0
+    """State that stays in memory between steps: bytes, "8GiB", "25%" of the state, or "auto"."""
     steps: int = 100
     batch_size: int = 16
     """Sequences a step."""

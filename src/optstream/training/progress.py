@@ -120,8 +120,11 @@ def place(plan: RunPlan) -> str:
     windows = f"{format_bytes(plan.state_bytes)} in {plan.num_windows} window{plural}"
     if config.store == "memory":
         return f"{windows}, in memory (--store memory)"
+    resident = ""
+    if plan.resident_bytes:
+        resident = f"{format_bytes(plan.resident_bytes)} of it resident in memory, "
     return (
-        f"{windows} on the drive at {config.state_dir} (--store {config.store}), "
+        f"{windows} on the drive at {config.state_dir} (--store {config.store}), {resident}"
         f"host buffers at most {format_bytes(plan.peak_host_bytes)}"
     )
 

@@ -24,6 +24,8 @@ class RunPlan:
     """Files the state is in; 0 with the plain optimizer."""
     state_bytes: int
     """State in the store; 0 with the plain optimizer, whose state does not exist yet."""
+    resident_bytes: int
+    """Of the state, what stays in memory between steps; 0 with the plain optimizer."""
     peak_host_bytes: int
     """Most host memory the streamed optimizer takes."""
 

@@ -210,6 +210,7 @@ def _plan(updater: Updater, job: Job) -> RunPlan:
         held_out_tokens=len(job.data.held_out),
         num_windows=streamed.num_windows if streamed else 0,
         state_bytes=streamed.state_bytes if streamed else 0,
+        resident_bytes=streamed.resident_bytes if streamed else 0,
         peak_host_bytes=streamed.peak_host_bytes if streamed else 0,
     )
 

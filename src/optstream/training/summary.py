@@ -112,5 +112,5 @@ def _memory(result: RunResult) -> str:
     buffers = format_bytes(result.plan.peak_host_bytes)
     text = f"{now}, of it at most {buffers} for the state, which would take {state} in memory"
     if result.plan.peak_host_bytes >= result.state_bytes:
-        text += "; nothing is saved with a state this small, or a --window this large"
+        text += "; nothing is saved with a state this small, or a --window or --ram this large"
     return text

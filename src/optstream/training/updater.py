@@ -149,9 +149,10 @@ class Streamed:
         store: str,
         directory: Path,
         window_bytes: int,
+        ram: int | str,
     ) -> None:
         self.optimizer = optstream.offload(
-            build(), directory, model=module, window=window_bytes, store=store
+            build(), directory, model=module, window=window_bytes, ram=ram, store=store
         )
         self.plan = self.optimizer.plan
 
@@ -189,4 +190,5 @@ def make_updater(build: Build, module: torch.nn.Module, config: TrainConfig) -> 
         store=config.store,
         directory=config.state_dir or Path(),
         window_bytes=config.window_bytes,
+        ram=config.ram,
     )

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optstream.codecs import CODECS, EXACT, Coder, Encoded
-from optstream.plan import SCRATCH_ALIGNMENT, Extent, Piece, aligned
-from optstream.update.views import extent_view
+from optstream.codecs import CODECS, EXACT, Coder, Encoded, Place
+from optstream.plan import MASTER, SCRATCH_ALIGNMENT, Extent, Piece, aligned
+from optstream.update.views import extent_view, part_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def tile_views(
             encoded = encoded.part(start, stop)
         values = scratch.take(encoded.numel)
         decoded[extent.key] = Decoded(values, encoded)
-        views[extent.key] = values.as_strided(extent.shape, extent.stride) if piece.whole else values
+        views[extent.key] = (
+            values.as_strided(extent.shape, extent.stride) if piece.whole else values
+        )
     return views, decoded
 
 
@@ -90,3 +92,20 @@ def in_memory_order(param: Tensor, stride: tuple[int, ...]) -> Tensor:
             param.shape, stride, dtype=param.dtype, device=param.device
         ).copy_(param)
     return param.as_strided((param.numel(),), (1,))
+
+
+def stored_values(data: Tensor, extent: Extent, piece: Piece, param: Tensor) -> Tensor:
+    """Return the values of an extent from its bytes in memory: flat, in the order of memory.
+
+    Args:
+        param: today's, whole; a master that is split belongs to it.
+    """
+    if extent.codec == EXACT:
+        return data.view(extent.dtype)
+    values = torch.empty(extent.numel, dtype=extent.dtype)
+    rounded = None
+    if extent.key == MASTER:
+        rounded = in_memory_order(part_of(param.detach(), piece).cpu(), extent.stride)
+    encoded = Encoded.of(CODECS[extent.codec], data, extent.numel, piece.start)
+    Coder(values.device).decode(encoded, values, Place(rounded))
+    return values

@@ -74,7 +74,8 @@ class Tiles:
 
         Ordering: a run is through, `store` included, before the next is asked for.
         """
-        plain, encoded = [], []
+        plain: list[Piece] = []
+        encoded: list[Piece] = []
         for piece in window.pieces:
             if piece.param in bound:
                 kind = encoded if plan.params[piece.param].is_encoded else plain
