@@ -17,7 +17,7 @@ from optstream.codecs.noise import BLOCK, add_noise
 
 
 class Bf16(Codec):
-    """To the nearest, ties to even: |decoded - x| <= 2^-9 |x| for normal x.
+    """To the nearest, ties to even: |decoded - x| <= 2^-8 |x| for normal x.
 
     Infinities and NaN stay. What is above the largest bfloat16 by half a step (3.396e38) becomes
     infinity.
@@ -42,7 +42,7 @@ class Bf16(Codec):
 class StochasticBf16(Codec):
     """At random: |decoded - x| < 2^-7 |x| for normal x, and the mean of decoded is x.
 
-    Checked, with the mean and its independence of tiles, by tests/codecs/test_bf16.py.
+    Checked, with the mean and its independence of tiles, by tests/coding/test_bf16.py.
     """
 
     name = "bf16-stochastic"

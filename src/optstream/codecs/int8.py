@@ -8,13 +8,14 @@ largest magnitude of the block:
 
 For a block of normally distributed momentum the mean square error is that of even steps; a value of
 s / 1000, which even steps would make zero, is still known to an eighth. What is stored per block is
-the root of s, which is the largest root. Blocks are 128 values of one parameter, counted from its
-start.
+the step of the roots, sqrt(s) / 127 or s^(1/4) / 255, rounded up to 16 bits of precision: so a code
+times the step is exact, its square's root is itself again, and what was decoded encodes to the same
+bytes. Blocks are 128 values of one parameter, counted from its start.
 
 A block with an infinity, a NaN or (positive) a number below 0 decodes to nothing finite.
 
 Source: scales by block and uneven steps are from arXiv:2110.02861; these maps are chosen for what
-they cost. Bounds are checked by tests/codecs/test_int8.py.
+they cost. Bounds are checked by tests/coding/test_int8.py.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch import Tensor
 from optstream.codecs.base import Codec, Part, Place, rows
 
 BLOCK = 128
-SMALLEST_ROOT = 1e-30
-"""Taken for the root of s where all is zero, so that its inverse is finite."""
+SMALLEST_STEP = 2.0**-100
+"""Taken where all is zero, so that its inverse is finite."""
+_LOWEST_BITS = 0xFF
 
 
 class SignedInt8(Codec):
@@ -41,18 +43,18 @@ class SignedInt8(Codec):
     def encode(
         self, values: Tensor, parts: Sequence[Tensor], place: Place, work: Sequence[Tensor]
     ) -> None:
-        codes, scales = parts
+        codes, steps = parts
         root, number = work
         torch.abs(values, out=root).sqrt_()
-        _divide_by_largest(root, scales, 127)
+        _count_steps(root, steps, 127)
         codes.copy_(torch.copysign(root, values, out=number))
 
     def decode(
         self, parts: Sequence[Tensor], values: Tensor, place: Place, work: Sequence[Tensor]
     ) -> None:
-        codes, scales = parts
+        codes, steps = parts
         values.copy_(codes)
-        rows(values, BLOCK).mul_((scales / 127)[:, None])
+        rows(values, BLOCK).mul_(steps[:, None])
         values.mul_(torch.abs(values, out=work[0]))
 
 
@@ -70,26 +72,29 @@ class PositiveInt8(Codec):
     def encode(
         self, values: Tensor, parts: Sequence[Tensor], place: Place, work: Sequence[Tensor]
     ) -> None:
-        codes, scales = parts
+        codes, steps = parts
         root, sign = work
         torch.sqrt(values, out=root).sqrt_()
         torch.sign(root, out=sign)
-        _divide_by_largest(root, scales, 255)
+        _count_steps(root, steps, 255)
         # straight to uint8 is three times slower on a CPU
         codes.copy_(sign.view(torch.int32).copy_(torch.maximum(root, sign, out=root)))
 
     def decode(
         self, parts: Sequence[Tensor], values: Tensor, place: Place, work: Sequence[Tensor]
     ) -> None:
-        codes, scales = parts
+        codes, steps = parts
         values.copy_(codes)
-        rows(values, BLOCK).mul_((scales / 255)[:, None])
+        rows(values, BLOCK).mul_(steps[:, None])
         values.square_().square_()
 
 
-def _divide_by_largest(root: Tensor, scales: Tensor, largest_code: int) -> None:
-    """Store each block's largest root, and make roots codes relative to it, in place."""
-    torch.amax(rows(root, BLOCK), 1, out=scales)
-    scales.clamp_(min=SMALLEST_ROOT)
-    rows(root, BLOCK).mul_((largest_code / scales)[:, None])
+def _count_steps(root: Tensor, steps: Tensor, largest_code: int) -> None:
+    """Store each block's step, and make roots numbers of steps, in place."""
+    torch.amax(rows(root, BLOCK), 1, out=steps)
+    steps.div_(largest_code)
+    upward = ((steps.view(torch.int32) + _LOWEST_BITS) & ~_LOWEST_BITS).view(torch.float32)
+    torch.where(steps.isfinite(), upward, steps, out=steps)
+    steps.clamp_(min=SMALLEST_STEP)
+    rows(root, BLOCK).mul_(steps.reciprocal()[:, None])
     root.round_()

@@ -12,7 +12,7 @@ are codes, so in a block with ties that were rounded down some code stands for n
 
 NaN stays NaN, with the parameter's sign and upper payload.
 
-Checked for every d and every kind of p by tests/codecs/test_split.py.
+Checked for every d and every kind of p by tests/coding/test_split.py.
 """
 
 from __future__ import annotations
