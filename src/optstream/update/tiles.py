@@ -55,7 +55,7 @@ class Tiles:
 
     Attributes:
         records: by index in the plan: what each parameter keeps.
-        seed, step: random rounding depends on them; `step` counts the steps taken.
+        seed, step: random rounding depends on them; `step` is the number of the current one.
         changed: (name, 0-dim bool) of masters held against their parameters: whether those were
             written by something else.
     """

@@ -109,18 +109,19 @@ class Updater:
                     self._tiles.put(plan, piece, extent, part, buffer)
                 record.stored |= {key}
 
+    @property
+    def step(self) -> int:
+        """Number of the step that is under way; random rounding depends on it."""
+        return self._tiles.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._tiles.step = number
+
     def reset(self) -> None:
         """Forget what parameters kept: all state is new, or about to be put."""
         self.records.clear()
         self._next, self._group_values, self._attributes = {}, {}, {}
-
-    @property
-    def step(self) -> int:
-        """Steps that were taken; random rounding depends on it."""
-        return self._tiles.step
-
-    def resume(self, step: int) -> None:
-        self._tiles.step = step
 
     def commit(self, groups: Sequence[dict[str, Any]], advancing: Sequence[int] = ()) -> None:
         """Make the counters of this step the current ones.
@@ -137,7 +138,6 @@ class Updater:
         vars(self._optimizer).update(self._attributes)
         self.records.update(self._next)
         self._group_values, self._attributes, self._next = {}, {}, {}
-        self._tiles.step += 1
         self._name_followed()
 
     def _step_without_gradients(self, indices: Sequence[int]) -> None:
