@@ -41,7 +41,7 @@ class CodecChoice:
             ConfigError: another type, or a name that there is not.
         """
         if isinstance(setting, str):
-            setting = {"*": setting}
+            setting = {} if setting == EXACT else {"*": setting}
         known = (*NAMES, *(name for name in CODECS if name not in NAMES))
         if not isinstance(setting, Mapping):
             raise ConfigError(f"codec={setting!r}: give one of {', '.join(NAMES)}, or a mapping")
