@@ -47,7 +47,7 @@ class Freezer:
         if encoded:
             raise StateChangedError(
                 f"{encoded[0]} and {len(encoded) - 1} more are stored with a codec, of which this "
-                "version makes no checkpoints or state_dicts; use codec=\"exact\" to save"
+                'version makes no checkpoints or state_dicts; use codec="exact" to save'
             )
         files = state.stream.freeze()
         names = [spec.name for spec in state.plan.params]
