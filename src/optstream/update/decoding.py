@@ -50,6 +50,14 @@ class Scratch:
         assert self._used * 4 <= self._buffer.nbytes
         return self._buffer[start : start + numel]
 
+    def decode(self, decoded: Decoded, place: Place) -> Tensor | None:
+        """Fill in the values; return what Codec.decode does."""
+        return self.coder.decode(decoded.encoded, decoded.values, place)
+
+    def encode(self, decoded: Decoded, place: Place) -> None:
+        """Store the values as they are now."""
+        self.coder.encode(decoded.values, decoded.encoded, place)
+
     def clear(self) -> None:
         self._used = 0
 

@@ -49,6 +49,15 @@ class Tile:
     makes_state: bool
 
 
+@dataclass(frozen=True)
+class _Gradient:
+    """A piece of a parameter, its gradient, and the parameter's own attributes."""
+
+    target: Tensor
+    grad: Tensor
+    attributes: Mapping[str, Any]
+
+
 @dataclass
 class Tiles:
     """Makes the tiles of windows.
@@ -101,7 +110,7 @@ class Tiles:
                 decoded = tile.decoded[key]
                 scratch = self._scratch[decoded.values.device]
                 place = self._place(tile.spec, key, tile.target, tile.views[key])
-                scratch.coder.encode(decoded.values, decoded.encoded, place)
+                scratch.encode(decoded, place)
 
     def put(self, plan: Plan, piece: Piece, extent: Extent, values: Tensor, buffer: Tensor) -> None:
         """Encode given values of a piece into a window's data.
@@ -147,13 +156,14 @@ class Tiles:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(gradients)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
             grad = wide.copy_(grad)
+        attributes = vars(bound.param)
         if piece.numel <= spec.max_tile:
-            yield self._tile(spec, piece, 0, target, grad, views)
+            yield self._tile(spec, piece, 0, target, grad, views, attributes)
             return
         for start in range(0, piece.numel, spec.max_tile):
             part = slice(start, start + spec.max_tile)
             of_tile = {key: view[part] for key, view in views.items()}
-            yield self._tile(spec, piece, start, target[part], grad[part], of_tile)
+            yield self._tile(spec, piece, start, target[part], grad[part], of_tile, attributes)
 
     def _encoded(
         self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
@@ -162,9 +172,12 @@ class Tiles:
         scratch = self.scratch(buffer.device, plan.scratch_bytes)
         run: list[Tile] = []
         for piece in pieces:
-            spec = plan.params[piece.param]
-            target = part_of(bound[piece.param].param.detach(), piece)
-            grad = part_of(bound[piece.param].grad.detach(), piece)
+            spec, here = plan.params[piece.param], bound[piece.param]
+            whole = _Gradient(
+                part_of(here.param.detach(), piece),
+                part_of(here.grad.detach(), piece),
+                vars(here.param),
+            )
             alone = spec.temporaries is Temporaries.BATCHED or self._makes_state(spec, piece.param)
             for start in _starts(piece, spec):
                 stop = min(start + spec.max_tile, piece.numel)
@@ -173,7 +186,7 @@ class Tiles:
                     run = []
                 if not run:
                     scratch.clear()
-                run.append(self._decode(spec, piece, start, stop, buffer, target, grad, scratch))
+                run.append(self._decode(spec, piece, start, stop, buffer, whole, scratch))
                 if alone:
                     yield run
                     run = []
@@ -186,29 +199,26 @@ class Tiles:
         start: int,
         stop: int,
         buffer: Tensor,
-        target: Tensor,
-        grad: Tensor,
+        whole: _Gradient,
         scratch: Scratch,
     ) -> Tile:
         """Return one tile (elements of the piece) with its state in the scratch."""
+        target, grad = whole.target, whole.grad
         if not piece.whole:
             target, grad = target[start:stop], grad[start:stop]
         views, decoded = tile_views(buffer, piece, start, stop, scratch)
-        record = self.records[piece.param]
+        stored = self.records[piece.param].stored
         if spec.has_master:
-            if MASTER in decoded and MASTER in record.stored:
+            if MASTER in decoded and MASTER in stored:
                 place = self._place(spec, MASTER, target, views[MASTER])
-                changed = scratch.coder.decode(
-                    decoded[MASTER].encoded, decoded[MASTER].values, place
-                )
-                self._note(spec, changed)
+                self._note(spec, scratch.decode(decoded[MASTER], place))
             else:
-                self._load_master(spec, record, views[MASTER], target)
+                self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = scratch.take(stop - start).as_strided(target.shape, views[MASTER].stride())
             grad = wide.copy_(grad)
-        for key in decoded.keys() & record.stored - {MASTER}:
-            scratch.coder.decode(decoded[key].encoded, decoded[key].values, Place())
-        return self._tile(spec, piece, start, target, grad, views, decoded)
+        for key in decoded.keys() & stored - {MASTER}:
+            scratch.decode(decoded[key], Place())
+        return self._tile(spec, piece, start, target, grad, views, whole.attributes, decoded)
 
     def _tile(
         self,
@@ -218,10 +228,12 @@ class Tiles:
         target: Tensor,
         grad: Tensor,
         views: dict[str, Tensor],
+        attributes: Mapping[str, Any],
         decoded: dict[str, Decoded] | None = None,
     ) -> Tile:
         record = self.records[piece.param]
         proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
+        vars(proxy).update(attributes)  # rules ask parameters what they are (tensor parallel, QKV)
         proxy.grad = grad
         state = working_copy(record.kept)
         state.update(record.unplanned.get(piece.start + start, {}))
