@@ -81,7 +81,7 @@ def test_no_model(command, place):
     assert "/config.json is not there" in outcome.err
 
 
-def test_large_windows_are_said_once(command):
+def test_large_windows_are_said_once(command, caplog):
     outcome = command("plan", "1B", "--window", "1MiB")
-    assert outcome.err == ""
+    assert (outcome.err, caplog.messages) == ("", [])
     assert ", the largest " in outcome.out

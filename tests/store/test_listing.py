@@ -65,7 +65,7 @@ def test_what_a_killed_process_left(holder: Holder, drive_path: Path) -> None:
     listing = list_directory(drive_path, purge=False)
     (stale,) = listing.stale
     assert allocated(stale.num_bytes)
-    assert (Path(stale.path).is_dir(), stale.removed) == (True, False)
+    assert (Path(stale.path).is_dir(), stale.removed, listing.unseen) == (True, False, ())
     (purged,) = list_directory(drive_path, purge=True).stale
     assert (purged.path, purged.num_bytes, purged.removed) == (stale.path, stale.num_bytes, True)
     assert not Path(stale.path).exists()

@@ -160,6 +160,13 @@ def test_the_architecture_that_was_saved_is_built(tmp_path: Path) -> None:
     assert type(shape.module).__name__ == "LlamaForTokenClassification"
 
 
+def test_kernels_that_are_not_installed_are_not_needed(tmp_path: Path) -> None:
+    path = write_config("llama", tmp_path)
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
+    assert read_model(str(path), torch.float32).num_params > 0
+
+
 def test_too_many_windows() -> None:
     shape = read_model("1T", torch.float32)
     specs = describe_all(shape.module, make_optimizer("sgd", shape.module), "cpu")
