@@ -68,10 +68,10 @@ class Contest:
         bound = bind(plan.params, self.streamed.param_groups)
         with torch.no_grad():
             for index, window in enumerate(plan.windows):
-                self._move(threads, state._store.read, index, window.data_bytes)
+                self._move(threads, state.store.read, index, window.data_bytes)
                 data = self.slot.tensor[: window.data_bytes]
                 state._updater.update(plan, window, data, bound)
-                self._move(threads, state._store.write, index, window.data_bytes)
+                self._move(threads, state.store.write, index, window.data_bytes)
         state._updater.commit(self.streamed.param_groups)
 
     def _move(

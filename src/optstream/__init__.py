@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optstream.checkpoint.verify import verify
     from optstream.errors import OffloadError
+    from optstream.gradients import clip_grad_norm_, reduce_to_owner
     from optstream.muon import Muon, muon_groups, muon_table
-    from optstream.optimizer import StreamedOptimizer, offload
+    from optstream.optimizer import StreamedOptimizer
     from optstream.plan import Plan
     from optstream.report import StepReport
+    from optstream.wrap import offload
 
 __version__ = "0.1.0.dev0"
 
@@ -19,9 +21,11 @@ __all__ = [
     "Plan",
     "StepReport",
     "StreamedOptimizer",
+    "clip_grad_norm_",
     "muon_groups",
     "muon_table",
     "offload",
+    "reduce_to_owner",
     "verify",
 ]
 
@@ -31,9 +35,11 @@ _HOMES = {
     "Plan": "plan",
     "StepReport": "report",
     "StreamedOptimizer": "optimizer",
+    "clip_grad_norm_": "gradients",
     "muon_groups": "muon",
     "muon_table": "muon",
-    "offload": "optimizer",
+    "offload": "wrap",
+    "reduce_to_owner": "gradients",
     "verify": "checkpoint.verify",
 }
 

@@ -108,3 +108,7 @@ class WindowWriteError(WindowIOError):
 
 class CheckpointError(OffloadError, RuntimeError):
     """A checkpoint that is not whole, or does not fit this optimizer; what is wrong is named."""
+
+
+class RankError(OffloadError, RuntimeError):
+    """Another rank failed, or ranks do not agree; every rank knows, and none waits for another."""

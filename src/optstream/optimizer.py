@@ -1,106 +1,35 @@
 """StreamedOptimizer: a torch optimizer whose state is on the drive. Read this file first.
 
-`step()` is what training calls; state.py has the loop behind it: bind today's parameters and
-gradients, let the stream bring one window of state after another, update each.
+`offload()` in wrap.py makes it; `step()` is what training calls. state.py has the loop behind it:
+agree with the other ranks, bind today's parameters and gradients, let the stream bring one window
+of state after another, update each, send what is new.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optstream.checkpoint.directory import (
-    check_space,
-    check_target,
-    existing_parent,
-    open_checkpoint,
-    publish,
-    verify,
-)
-from optstream.checkpoint.match import by_name, check_class, check_shapes, some
+from optstream.checkpoint.match import by_name
+from optstream.distributed.agreement import check_same
+from optstream.distributed.place import Place, release
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.loading import Loader
-from optstream.plan import Plan, parse_window_bytes
-from optstream.ram import Ram
+from optstream.plan import Plan
 from optstream.report import Reporter, StepReport
-from optstream.rule import check_optimizer
+from optstream.saving import Saver
 from optstream.state import StreamedState
 from optstream.state_view import StateView
-from optstream.store import open_store
-from optstream.stream import Stream
 from optstream.stream.background import Background
-from optstream.units import parse_bytes
 
 StrPath = str | os.PathLike[str]
-
-
-def offload(
-    optimizer: Optimizer,
-    directory: StrPath | Sequence[StrPath],
-    *,
-    model: nn.Module | None = None,
-    window: int | str = "256MiB",
-    ram: int | str = 0,
-    store: str = "direct",
-    master_weights: bool = True,
-    process_group: Any = None,
-    io_threads: int = 4,
-    metrics: StrPath | None = None,
-) -> StreamedOptimizer:
-    """Move a torch optimizer's state to files and stream it during `step()`.
-
-    The result replaces `optimizer` everywhere (schedulers, scalers, clipping). All file space is
-    reserved here; state the optimizer holds already is moved to the files.
-
-    Args:
-        optimizer: any torch optimizer whose parameters are updated independently of each other.
-        directory: a directory on a drive, or one per drive: windows are striped over them.
-        model: gives parameters their fully qualified names.
-        window: bytes of state in memory together ("256MiB"); about four windows are the host memory
-            used.
-        ram: state that stays in memory between steps, beside those windows, so that it causes no
-            traffic: "8GiB", "25%" of the state, or "auto" for what this process can spare (see
-            `Ram`). A save writes it.
-        store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison; nothing is on a
-            drive, `ram` changes nothing).
-        master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
-        process_group: None; ranks are not part of this version.
-        io_threads: threads a drive.
-        metrics: a JSONL file that gets one line a step.
-
-    Raises:
-        ConfigError: an argument that cannot be used.
-        UnsupportedOptimizerError: the optimizer cannot be streamed; the message says why.
-        StoreError: the directory cannot hold the state; nothing is left there.
-    """
-    check_optimizer(optimizer)
-    if process_group is not None:
-        raise ConfigError("process_group: this version streams one process; leave it None")
-    if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
-        raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
-    window_bytes = parse_window_bytes(parse_bytes(window, "window"))
-    budget = Ram(ram)
-    with contextlib.ExitStack() as undo:
-        opened = open_store(store, directory)
-        state = StreamedState(
-            optimizer, opened, io_threads, window_bytes, budget, master_weights, model
-        )
-        undo.callback(state.stream.close)
-        reporter = Reporter(type(optimizer).__name__, 0, metrics)
-        undo.callback(reporter.close)
-        streamed = StreamedOptimizer(optimizer, state, reporter)
-        undo.pop_all()
-    return streamed
 
 
 class StreamedOptimizer(Optimizer):
@@ -113,7 +42,13 @@ class StreamedOptimizer(Optimizer):
         report: StepReport of the last step; None before the first.
     """
 
-    def __init__(self, optimizer: Optimizer, state: StreamedState, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        state: StreamedState,
+        reporter: Reporter,
+        places: Sequence[Place],
+    ) -> None:
         # torch's way of making an optimizer around existing groups; hooks move here, where they run
         # once a step
         self.__setstate__(
@@ -129,12 +64,12 @@ class StreamedOptimizer(Optimizer):
         self._state = state
         self._reporter = reporter
         self._total_s = 0.0
-        self._saving = Background()
+        self._saver = Saver(optimizer, state)
         self._loader = Loader(optimizer, state)
         state.extend()
         self._take_existing_state()
         self._finalizer = weakref.finalize(
-            self, _close, self._saving, state.stream, reporter, os.getpid()
+            self, _close, self._saver.background, state, reporter, places, os.getpid()
         )
         optimizer._offloaded = self._finalizer  # type: ignore[attr-defined]
 
@@ -160,6 +95,8 @@ class StreamedOptimizer(Optimizer):
                 whether the step was applied in full; if not, call `step()` again with the same
                 gradients: it updates the windows that are left.
             ModelChangedError: a parameter no longer fits its state; nothing was changed.
+            RankError: another rank failed; if its message says that its step can be finished, call
+                `step()` again on every rank.
         """
         self._check_whole()
         loss = None
@@ -168,27 +105,20 @@ class StreamedOptimizer(Optimizer):
                 loss = closure()
         start = time.perf_counter()
         try:
-            self._state.extend()
-            num_windows = self._state.step()
-        except WindowIOError as error:
-            names = self._state.tensors_at(error)
-            error.progress = f"that is {some(names)}; " if names else ""
-            error.progress += (
-                f"step {self._reporter.next_step} has updated {self._state.num_updated} windows "
-                f"and left {self._state.num_left}; call step() again with the same gradients to "
-                "finish it"
-            )
-            raise
+            num_windows = self._state.step(self._reporter.next_step)
         finally:
             self._total_s += time.perf_counter() - start
         self._make_report(num_windows)
-        self._check_writes()
+        with self._state.ranks.together():
+            self._check_writes()
         return loss
 
     def _make_report(self, num_windows: int) -> None:
         totals = {
             **vars(self._state.stream.counters),
             "update_s": self._state.update_s,
+            "exchanged_bytes": self._state.ranks.exchanged_bytes,
+            "exchange_wait_s": self._state.exchange_wait_s,
             "total_s": self._total_s,
         }
         self.report = self._reporter.report(num_windows, self.plan.resident_bytes, totals)
@@ -211,8 +141,10 @@ class StreamedOptimizer(Optimizer):
         """
         self._check_open()
         self._optimizer.add_param_group(param_group)
-        self._state.name_new_parameters()
+        roster = self._state.roster
+        roster.name_new_parameters()
         try:
+            check_same(self._state.ranks, roster.facts())
             self._state.extend()
         except BaseException:
             self.param_groups.pop()
@@ -220,7 +152,7 @@ class StreamedOptimizer(Optimizer):
 
     def _take_existing_state(self) -> None:
         """Move what the optimizer has in memory to the store."""
-        params = {index: self._state.param(index) for index in range(len(self.plan.params))}
+        params = {index: self._state.roster.param(index) for index in range(len(self.plan.params))}
         kept = self._optimizer.state
         existing = {index: dict(kept[p]) for index, p in params.items() if kept.get(p)}
         if existing:
@@ -240,9 +172,10 @@ class StreamedOptimizer(Optimizer):
             OutOfSpaceError: no space for the second generation; training can go on.
         """
         self._check_whole()
+        self._check_alone("state_dict()")
         self._state.extend()  # what was unfrozen meanwhile has an empty entry
         view = self.state
-        self.state = self._snapshot_by_param()  # type: ignore[assignment]
+        self.state = self._saver.by_param(self._reporter.next_step - 1)  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
@@ -260,21 +193,16 @@ class StreamedOptimizer(Optimizer):
             CheckpointError: the state does not fit; nothing was changed.
         """
         self._check_open()
-        self._saving.wait()
+        self._check_alone("load_state_dict()")
+        self._saver.background.wait()
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups, states = by_name(state_dict, self._loader.group_names())
+        groups, states = by_name(state_dict, self._state.roster.group_names())
         self._loader.check("the state_dict", groups, states, strict)
         self._loader.put("the state_dict", groups, states)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _snapshot_by_param(self) -> dict[Tensor, dict[str, Any]]:
-        snapshot = self._state.snapshot(self._reporter.next_step - 1)
-        planned = [self._state.param(index) for index in range(len(self.plan.params))]
-        specs = self.plan.params
-        return {p: snapshot.state(spec.name) for p, spec in zip(planned, specs, strict=True)}
 
     # -- checkpoints ----------------------------------------------
 
@@ -296,15 +224,11 @@ class StreamedOptimizer(Optimizer):
             StoreError: the path cannot be used; what was there is still there.
         """
         self._check_whole()
-        self._saving.wait()
-        target = Path(path).absolute()
-        check_target(target)
-        check_space(target, self._state.bytes_off(existing_parent(target)))
-        snapshot = self._state.snapshot(self._reporter.next_step - 1)
-        self._saving.start(partial(publish, snapshot, target))
+        self._check_alone("save()")
+        self._saver.save(Path(path), self._reporter.next_step - 1)
         if wait:
-            self._saving.wait()
-        return self._saving
+            self._saver.background.wait()
+        return self._saver.background
 
     def load(self, path: StrPath, *, strict: bool = True, check: bool = False) -> None:
         """Take a checkpoint's state.
@@ -324,21 +248,9 @@ class StreamedOptimizer(Optimizer):
             WindowReadError: bytes are not what was written.
         """
         self._check_open()
-        self._saving.wait()
-        snapshot = open_checkpoint(Path(path).absolute())
-        manifest, source = snapshot.manifest, f"checkpoint {os.fspath(path)}"
-        check_class(source, manifest.optimizer, self._optimizer, strict)
-        states = {name: snapshot.state(name) for name in manifest.params}
-        self._loader.check(source, manifest.groups, states, strict)
-        shapes = {name: param.shape for name, param in manifest.params.items()}
-        check_shapes(source, shapes, self.plan.params)
-        if check:
-            verify(snapshot)
-        if not self._loader.adopt(snapshot):
-            if not check:
-                verify(snapshot)
-            self._loader.put(source, manifest.groups, states)
-        self._reporter.resume(manifest.step)
+        self._check_alone("load()")
+        self._saver.background.wait()
+        self._reporter.resume(self._loader.load(Path(path), strict=strict, check=check))
 
     # -- lifetime ----------------------------------------------
 
@@ -360,8 +272,15 @@ class StreamedOptimizer(Optimizer):
 
     def _check_whole(self) -> None:
         self._check_open()
-        if self._loader.broken:
-            raise CheckpointError(self._loader.broken)
+        if self._state.broken:
+            raise CheckpointError(self._state.broken)
+
+    def _check_alone(self, what: str) -> None:
+        if self._state.ranks.size > 1:
+            raise CheckpointError(
+                f"{what} on {self._state.ranks.size} ranks, each with a part of the state, is not "
+                "in this version; save and load with process_group=None"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
@@ -370,11 +289,19 @@ class StreamedOptimizer(Optimizer):
         )
 
 
-def _close(saving: Background, stream: Stream, reporter: Reporter, owner: int) -> None:
+def _close(
+    saving: Background,
+    state: StreamedState,
+    reporter: Reporter,
+    places: Sequence[Place],
+    owner: int,
+) -> None:
     # a forked child inherits the object, not the threads; the files are the parent's
     if os.getpid() == owner:
         try:
             saving.wait()
         finally:
-            stream.close()
+            state.stream.close()
             reporter.close()
+            release(places)
+            state.ranks.close()

@@ -7,7 +7,7 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,13 +209,13 @@ def _dense_grad(spec: ParamSpec, grad: Tensor) -> Tensor:
 
 
 def unplanned(
-    specs: Sequence[ParamSpec], groups: Groups, state: Mapping[Tensor, Any]
+    planned: Iterable[tuple[int, int]], groups: Groups, state: Mapping[Tensor, Any]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (group, position) of parameters that need state and have no place in the plan.
+    """Yield (group, position) of parameters that need state and are not among those planned.
 
     Frozen parameters have none until they get a gradient, unless `state` has something for them.
     """
-    planned = {(spec.group, spec.position) for spec in specs}
+    planned = set(planned)
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             needs = param.requires_grad or param.grad is not None or state.get(param)

@@ -57,13 +57,17 @@ class Ram:
     (or of the cgroup's limit), at least 1 GiB.
     """
 
-    def __init__(self, ram: int | str) -> None:
+    def __init__(self, ram: int | str, num_sharing: int = 1) -> None:
         """Read what the user gave.
+
+        Args:
+            num_sharing: ranks that take their share of this machine's memory.
 
         Raises:
             ConfigError: not a budget, or more than this process may have.
         """
         self._given = ram
+        self._num_sharing = num_sharing
         self._budget: Budget | None = None
         if isinstance(ram, str) and ram.strip().lower() == "auto":
             return
@@ -91,7 +95,7 @@ class Ram:
         if resident.num_resident == plan.num_resident:
             return plan
         needed_bytes = resident.peak_host_bytes - memory_bytes
-        available_bytes = read_available_bytes()
+        available_bytes = read_available_bytes() // self._num_sharing
         if needed_bytes > available_bytes:
             raise ConfigError(
                 f"ram={self._given!r}: with {format_bytes(resident.resident_bytes)} of windows "
@@ -105,8 +109,10 @@ class Ram:
         if self._budget is not None:
             return self._budget.of(plan)
         margin_bytes = max(MIN_MARGIN_BYTES, math.floor(read_total_bytes() * MARGIN_SHARE))
+        margin_bytes //= self._num_sharing
         others_bytes = plan.peak_host_bytes - memory_bytes + _gradient_bytes(plan) + margin_bytes
-        return plan.resident_bytes + read_available_bytes(swap=False) - others_bytes
+        available_bytes = read_available_bytes(swap=False) // self._num_sharing
+        return plan.resident_bytes + available_bytes - others_bytes
 
 
 def _gradient_bytes(plan: Plan) -> int:

@@ -36,8 +36,10 @@ class StepReport:
         resident_bytes: of windows that stay in memory between steps.
         read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
         write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
-        side). total_s: time in `step()`. anon_bytes, file_bytes: of this process, at the end of the
-        step. limit_bytes: the smallest memory limit of its cgroups; None without one.
+        side). exchanged_bytes: parameters' bytes sent to and taken from other ranks.
+        exchange_wait_s: time in which `step()` did nothing but wait for other ranks. total_s: time
+        in `step()`. anon_bytes, file_bytes: of this process, at the end of the step. limit_bytes:
+        the smallest memory limit of its cgroups; None without one.
     """
 
     step: int
@@ -50,30 +52,45 @@ class StepReport:
     read_wait_s: float
     write_wait_s: float
     update_s: float
+    exchanged_bytes: int
+    exchange_wait_s: float
     total_s: float
     anon_bytes: int
     file_bytes: int
     limit_bytes: int | None
 
     def __str__(self) -> str:
+        ranks = f", for ranks {self.exchange_wait_s:.3f}" if self.exchanged_bytes else ""
         saved = f" ({format_bytes(self.saved_bytes)} by a save)" if self.saved_bytes else ""
         return (
             f"step {self.step}: {self.num_windows} windows, read {format_bytes(self.read_bytes)}, "
             f"written {format_bytes(self.written_bytes)}{saved}, "
             f"resident {format_bytes(self.resident_bytes)}, {self.total_s:.3f} s "
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
-            f"for writes {self.write_wait_s:.3f}), anonymous memory {format_bytes(self.anon_bytes)}"
+            f"for writes {self.write_wait_s:.3f}{ranks}), "
+            f"anonymous memory {format_bytes(self.anon_bytes)}"
         )
+
+
+def metrics_path(metrics: str | os.PathLike[str], rank: int, num_ranks: int) -> Path:
+    """Return the file of one of several ranks: `run.rank00000.jsonl` for `run.jsonl`."""
+    path = Path(metrics)
+    if num_ranks == 1:
+        return path
+    return path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
 
 
 class Reporter:
     """Makes the reports of one optimizer; counts from one step's end to the next's."""
 
-    def __init__(self, name: str, rank: int, metrics: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self, name: str, rank: int, num_ranks: int, metrics: str | os.PathLike[str] | None
+    ) -> None:
         """Open the JSONL file, if any, for appending.
 
         Args:
             name: of the wrapped optimizer's class, for the log line.
+            metrics: of all ranks; see `metrics_path`.
 
         Raises:
             ConfigError: the file cannot be opened.
@@ -85,7 +102,7 @@ class Reporter:
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
-                self._file = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115
+                self._file = metrics_path(metrics, rank, num_ranks).open("a", encoding="utf-8")
             except (OSError, TypeError, ValueError) as error:
                 cause = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(

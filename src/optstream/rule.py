@@ -51,6 +51,16 @@ def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def update_flops(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Count the operations of updating one parameter, beyond a pass over it.
+
+    A class whose rule is expensive says so with a method `update_flops(group, shape) -> int`; what
+    says nothing costs ranks only the bytes of its state.
+    """
+    own = getattr(optimizer, "update_flops", None)
+    return int(own(group, shape)) if own is not None else 0
+
+
 def check_optimizer(optimizer: object) -> None:
     """Refuse what cannot be streamed.
 

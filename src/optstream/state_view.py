@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from optstream.errors import StateChangedError
 from optstream.state import StreamedState
+from optstream.update import working_copy
 
 
 class StateView(Mapping[Tensor, "ParamView"]):
@@ -22,8 +25,8 @@ class StateView(Mapping[Tensor, "ParamView"]):
         self._state = state
 
     def __getitem__(self, param: Tensor) -> ParamView:
-        for index in self._state.with_state():
-            if self._state.param(index) is param:
+        for index in self._indices():
+            if self._state.roster.param(index) is param:
                 return ParamView(self._state, index)
         raise KeyError("this parameter has no state, or is none of this optimizer's")
 
@@ -35,10 +38,16 @@ class StateView(Mapping[Tensor, "ParamView"]):
             )
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self._state.param(index) for index in self._state.with_state())
+        return (self._state.roster.param(index) for index in self._indices())
 
     def __len__(self) -> int:
-        return len(self._state.with_state())
+        return len(self._indices())
+
+    def _indices(self) -> list[int]:
+        """Return which parameters of the plan have state, in the order of the groups."""
+        specs = self._state.plan.params
+        indices = [i for i, record in self._state.records.items() if record.stored or record.kept]
+        return sorted(indices, key=lambda i: (specs[i].group, specs[i].position))
 
 
 class ParamView:
@@ -51,10 +60,26 @@ class ParamView:
         self._state, self._index = state, index
 
     def __getitem__(self, key: str) -> Any:
-        return self._state.look(self._index, key)
+        record = self._state.records[self._index]
+        if key in record.kept:
+            return working_copy({key: record.kept[key]})[key]
+        if key not in record.stored:
+            raise KeyError(key)
+        return self._read(key)
+
+    def _read(self, key: str) -> Tensor:
+        specs = self._state.plan.params[self._index].states
+        state = next(state for state in specs if state.key == key)
+        flat = torch.empty(math.prod(state.shape), dtype=state.dtype)
+        for window, piece in self._state.roster.pieces(self._index):
+            extent = piece.extent(key)
+            count = extent.num_bytes // extent.dtype.itemsize
+            data = self._state.stream.look(window, extent.offset, extent.num_bytes)
+            flat[piece.start : piece.start + count] = data.view(extent.dtype)
+        return flat.as_strided(state.shape, state.stride)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._state.keys(self._index)
+        return key in self.keys()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -63,7 +88,9 @@ class ParamView:
         return len(self.keys())
 
     def keys(self) -> list[str]:
-        return self._state.keys(self._index)
+        record = self._state.records[self._index]
+        streamed = [state.key for state in self._state.plan.params[self._index].states]
+        return [*record.kept, *(key for key in streamed if key in record.stored)]
 
     def items(self) -> Iterator[tuple[str, Any]]:
         return ((key, self[key]) for key in self)

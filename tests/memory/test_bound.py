@@ -36,8 +36,7 @@ class Measured:
     resident: int
     wrapping: int
     steps: list[int]
-    saving: int
-    loading: int
+    checkpoint: int
     closed: int
 
 
@@ -60,14 +59,13 @@ def measure(
     )
     measured = Measured(**json.loads(result.stdout))
     log.info(
-        "%s: bound %.1f, wrapping %.1f, steps %s, saving %.1f, loading %.1f, closed %.1f, "
+        "%s: bound %.1f, wrapping %.1f, steps %s, checkpoint %.1f, closed %.1f, "
         "%.1f resident of state %.1f MiB in %d windows",
         case,
         measured.bound / MIB,
         measured.wrapping / MIB,
         [round(num_bytes / MIB, 1) for num_bytes in measured.steps],
-        measured.saving / MIB,
-        measured.loading / MIB,
+        measured.checkpoint / MIB,
         measured.closed / MIB,
         measured.resident / MIB,
         measured.state / MIB,
@@ -80,8 +78,7 @@ def check(measured: Measured) -> None:
     assert measured.wrapping <= measured.bound
     assert measured.steps[0] <= measured.bound
     assert max(measured.steps) <= measured.bound
-    assert measured.saving <= measured.bound
-    assert measured.loading <= measured.bound
+    assert measured.checkpoint <= measured.bound
     assert measured.closed <= measured.bound // 2
 
 

@@ -118,7 +118,7 @@ def test_the_drive_works_while_resident_windows_are_updated(store: FakeStore) ->
 
 def save(optimizer: StreamedOptimizer) -> dict[int, bytes]:
     """Return what a snapshot holds of each window."""
-    snapshot = optimizer._state.snapshot(0)
+    snapshot = optimizer._saver.freezer.snapshot(0)
     return {
         window: open(f"/proc/self/fd/{file.fd}", "rb").read()[file.header_bytes :]
         for window, file in snapshot.files.items()

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from optstream.distributed.ranks import Ranks
 from optstream.training.optimizers import Rates, build_adamw, decay_groups
 from optstream.training.updater import InMemory, StepCost
 
@@ -16,7 +17,7 @@ def make_module(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def in_memory(module: torch.nn.Module, lr: float = 0.01) -> InMemory:
-    return InMemory(partial(build_adamw, module, Rates(lr, lr), 0.1), module)
+    return InMemory(partial(build_adamw, module, Rates(lr, lr), 0.1), module, Ranks(None))
 
 
 def set_grads(module: torch.nn.Module, step: int) -> None:
@@ -56,7 +57,7 @@ def test_bfloat16_equals_the_textbook_loop_bit_for_bit():
 def test_small_updates_are_not_lost_in_bfloat16():
     module = torch.nn.Linear(1, 1, bias=False).bfloat16()
     torch.nn.init.ones_(module.weight)
-    updater = InMemory(partial(torch.optim.SGD, module.parameters(), lr=1e-3), module)
+    updater = InMemory(partial(torch.optim.SGD, module.parameters(), lr=1e-3), module, Ranks(None))
     for _ in range(20):
         module.weight.grad = torch.ones_like(module.weight)
         updater.step()

@@ -82,7 +82,7 @@ def test_figures_of_a_config_are_those_of_the_real_optimizer(
         assert planned == streamed.plan
         for figure in ("peak_host_bytes", "read_bytes_per_step", "written_bytes_per_step"):
             assert getattr(planned, figure) == getattr(streamed.plan, figure)
-        files = streamed._state._store
+        files = streamed._state.store
         drive_bytes = sum(files.file(w).file_bytes for w in range(planned.num_windows))
         assert Estimate(planned, Node(), 1).drive_bytes == drive_bytes
 

@@ -33,17 +33,20 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     require_modules(("rich",), extra="train", what="optstream train")
     from optstream.training.progress import make_observer
+    from optstream.training.ranks import open_ranks
     from optstream.training.run import train
     from optstream.training.summary import print_summary
 
     configs = [config, comparison(config)] if args.compare else [config]
     results = []
-    with StopRequest() as stop:
+    with StopRequest() as stop, open_ranks() as ranks:
         for each in configs:
-            results.append(train(each, stop, make_observer(quiet=args.quiet)))
+            observer = make_observer(quiet=args.quiet or ranks.rank > 0)
+            results.append(ranks.gather(train(each, stop, observer, ranks)))
             if stop.signum is not None:
                 break
-    print_summary(results)
+        if ranks.rank == 0:
+            print_summary(results)
     return 0 if stop.signum is None else 128 + stop.signum
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from optstream.errors import ConfigError
 from optstream.muon.coefficients import Triple
 from optstream.muon.options import check_group
-from optstream.muon.update import update_matrices
+from optstream.muon.update import muon_flops, update_matrices
 
 
 class Muon(Optimizer):
@@ -106,6 +106,10 @@ class Muon(Optimizer):
     def is_elementwise(self, group: dict[str, Any]) -> bool:
         """Tell `offload` which groups it may cut into flat slices: AdamW's."""
         return not group["use_muon"]
+
+    def update_flops(self, group: dict[str, Any], shape: Sequence[int]) -> int:
+        """Count Newton-Schulz's operations, by which ranks share out parameters."""
+        return muon_flops(shape, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not param_group.get("use_muon", self.defaults["use_muon"]):

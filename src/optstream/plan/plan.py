@@ -35,16 +35,18 @@ log = logging.getLogger("optstream")
 
 @dataclass(frozen=True)
 class Plan:
-    """All windows and their cost.
+    """All windows and their cost; `extended` gives the plan with more parameters.
 
     Attributes:
         resident: indices of the windows that stay in memory between steps.
+        exchange_bytes: buffers for what is sent to other ranks.
     """
 
     window_bytes: int
     params: tuple[ParamSpec, ...] = ()
     windows: tuple[Window, ...] = ()
     resident: frozenset[int] = frozenset()
+    exchange_bytes: int = 0
 
     def extended(self, params: Sequence[ParamSpec]) -> Plan:
         """Return this plan with windows for more parameters behind the ones it has."""
@@ -115,7 +117,7 @@ class Plan:
     @cached_property
     def peak_host_bytes(self) -> int:
         """The most anonymous host memory ever used above the model and its gradients."""
-        buffers = self.resident_bytes + self.num_slots * self.slot_bytes
+        buffers = self.resident_bytes + self.num_slots * self.slot_bytes + self.exchange_bytes
         return buffers + self._working_bytes("cpu") + OVERHEAD_BYTES
 
     @cached_property

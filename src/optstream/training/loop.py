@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
+from optstream.distributed.ranks import Ranks
 from optstream.errors import OffloadError
 from optstream.memory import read_memory
 from optstream.training.config import TrainConfig
@@ -35,6 +38,7 @@ class Job:
     Attributes:
         first_step: steps that were done before this run.
         rng: state of torch's generator after them; None at the start of a training.
+        ranks: each takes its share of every batch.
     """
 
     config: TrainConfig
@@ -43,6 +47,7 @@ class Job:
     data: TokenData
     first_step: int = 0
     rng: torch.Tensor | None = None
+    ranks: Ranks = field(default_factory=lambda: Ranks(None))
 
 
 def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator[StepRecord]:
@@ -63,12 +68,13 @@ def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator
         torch.set_rng_state(job.rng)
     for step in range(job.first_step, config.steps):
         start = time.perf_counter()
-        loss, grad_norm = _gradients(job, step)
+        loss, grad_norm = _gradients(job, updater, step)
         optimizer_start = time.perf_counter()
         cost = updater.step()
         optimizer_s = time.perf_counter() - optimizer_start
         scheduler.step()
         job.model.module.zero_grad(set_to_none=True)
+        stop.signum = max(job.ranks.gather(stop.signum or 0)) or None
         stopping = stop.signum is not None
         save_s = save(step + 1, stopping or step + 1 == config.steps)
         yield StepRecord(
@@ -87,17 +93,17 @@ def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator
             return
 
 
-def _gradients(job: Job, step: int) -> tuple[float, float]:
+def _gradients(job: Job, updater: Updater, step: int) -> tuple[float, float]:
     """Leave clipped gradients in the parameters; return the loss and the norm before clipping."""
-    config, module = job.config, job.model.module
+    config, ranks = job.config, job.ranks
     batch = job.data.batch(config.seed, step, batch_size=config.batch_size, seq_len=config.seq_len)
-    loss = _loss(job.model, batch)
+    loss = _loss(job.model, batch[ranks.rank :: ranks.size])
     loss.backward()
-    params = [param for param in module.parameters() if param.requires_grad]
-    grad_norm = torch.nn.utils.clip_grad_norm_(params, _MAX_GRAD_NORM)
-    if not math.isfinite(loss.item()):
-        raise OffloadError(f"the loss is {loss.item()} at step {step + 1}; give a smaller --lr")
-    return loss.item(), grad_norm.item()
+    grad_norm = updater.clip_gradients(_MAX_GRAD_NORM)
+    mean_loss = statistics.fmean(ranks.gather(loss.item()))
+    if not math.isfinite(mean_loss):
+        raise OffloadError(f"the loss is {mean_loss} at step {step + 1}; give a smaller --lr")
+    return mean_loss, grad_norm
 
 
 def _loss(model: LanguageModel, batch: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -111,9 +117,11 @@ def held_out_loss(job: Job) -> float:
     config = job.config
     job.model.module.eval()
     total, num_tokens = 0.0, 0
-    for batch in job.data.held_out_batches(
+    batches = job.data.held_out_batches(
         config.eval_tokens, batch_size=config.batch_size, seq_len=config.seq_len
-    ):
+    )
+    for batch in itertools.islice(batches, job.ranks.rank, None, job.ranks.size):
         total += _loss(job.model, batch, reduction="sum").item()
         num_tokens += batch[:, 1:].numel()
-    return total / num_tokens
+    shares = job.ranks.gather((total, num_tokens))
+    return sum(share[0] for share in shares) / sum(share[1] for share in shares)

@@ -48,6 +48,8 @@ class StepRecord:
     """Of a checkpoint after the step; 0 without one."""
     read_wait_s: float
     write_wait_s: float
+    exchange_wait_s: float
+    """In which the update did nothing but wait for other ranks; 0 in one process."""
     read_bytes: int
     written_bytes: int
     anon_bytes: int
@@ -64,6 +66,7 @@ class Totals:
         self.optimizer_s = 0.0
         self.save_s = 0.0
         self.wait_s = 0.0
+        self.exchange_wait_s = 0.0
         self.read_bytes = 0
         self.written_bytes = 0
         self.peak_anon_bytes = 0
@@ -77,6 +80,7 @@ class Totals:
         self.optimizer_s += record.optimizer_s
         self.save_s += record.save_s
         self.wait_s += record.read_wait_s + record.write_wait_s
+        self.exchange_wait_s += record.exchange_wait_s
         self.read_bytes += record.read_bytes
         self.written_bytes += record.written_bytes
         self.peak_anon_bytes = max(self.peak_anon_bytes, record.anon_bytes)

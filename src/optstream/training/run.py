@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import IO, Protocol
 
 import torch
 
+from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError
+from optstream.report import metrics_path
 from optstream.training.checkpoint import (
     Saves,
     TrainingCheckpoint,
@@ -25,6 +27,7 @@ from optstream.training.loop import Job, held_out_loss, steps
 from optstream.training.models import check_model_name, load_model
 from optstream.training.optimizers import BUILDERS, peak_rates
 from optstream.training.packages import require_modules
+from optstream.training.ranks import check_ranks
 from optstream.training.result import RunPlan, RunResult, StepRecord, Totals
 from optstream.training.state_dir import check_state_directory, state_directory
 from optstream.training.stop import StopRequest
@@ -62,7 +65,7 @@ class Observer(Protocol):
         ...
 
 
-def train(config: TrainConfig, stop: StopRequest, observer: Observer) -> RunResult:
+def train(config: TrainConfig, stop: StopRequest, observer: Observer, ranks: Ranks) -> RunResult:
     """Train as configured; a signal ends it after the step it arrives in.
 
     Everything that can be wrong with the arguments is found before anything is written.
@@ -71,14 +74,18 @@ def train(config: TrainConfig, stop: StopRequest, observer: Observer) -> RunResu
         OffloadError: what was asked cannot be done, or failed.
     """
     require_modules(("transformers", "tokenizers"), extra="train", what="optstream train")
+    check_ranks(config, ranks)
     check_model_name(config.model)
+    if config.metrics is not None:
+        own = metrics_path(config.metrics, ranks.rank, ranks.size)
+        config = replace(config, metrics=own)
     _check_metrics(config)
     if config.state_dir is not None:
         check_state_directory(config.state_dir)
     resumed = _open_resumed(config)
     if config.save_dir is not None:
         check_save_directory(config.save_dir, resumed)
-    job, state = _prepare(config, resumed, observer)
+    job, state = _prepare(config, resumed, observer, ranks)
     with ExitStack() as stack:
         stack.callback(observer.finished)
         if config.state_dir is not None:
@@ -105,7 +112,7 @@ def _open_resumed(config: TrainConfig) -> TrainingCheckpoint | None:
 
 
 def _prepare(
-    config: TrainConfig, resumed: TrainingCheckpoint | None, observer: Observer
+    config: TrainConfig, resumed: TrainingCheckpoint | None, observer: Observer, ranks: Ranks
 ) -> tuple[Job, TrainerState]:
     """Return what the steps need, and what every checkpoint of the run says about it."""
     observer.preparing("reading the text")
@@ -120,10 +127,18 @@ def _prepare(
         check_tokens(resumed.path, resumed.state.tokens, tokens)
         load_weights(model.module, resumed.weights)
         step, rng, loss_before = resumed.state.step, resumed.state.rng, resumed.state.loss_before
-        job = Job(config=config, rates=rates, model=model, data=data, first_step=step, rng=rng)
+        job = Job(
+            config=config,
+            rates=rates,
+            model=model,
+            data=data,
+            first_step=step,
+            rng=rng,
+            ranks=ranks,
+        )
     else:
         observer.preparing("measuring the held-out loss")
-        job = Job(config=config, rates=rates, model=model, data=data)
+        job = Job(config=config, rates=rates, model=model, data=data, ranks=ranks)
         loss_before = held_out_loss(job)
     state = TrainerState(
         step=job.first_step,
@@ -148,7 +163,7 @@ def _optimize(
     config, module = job.config, job.model.module
     build = partial(BUILDERS[config.optimizer], module, job.rates, config.weight_decay)
     totals = Totals()
-    with closing(make_updater(build, module, config)) as updater:
+    with closing(make_updater(build, module, config, job.ranks)) as updater:
         plan = _plan(updater, job)
         if saves is not None:
             _check_room(saves, plan, job)

@@ -38,7 +38,7 @@ def state_directory(path: Path) -> Iterator[None]:
     made = not path.exists()
     if made:
         try:
-            path.mkdir(mode=0o700)
+            path.mkdir(mode=0o700, exist_ok=True)  # another rank may be faster
         except OSError as error:
             raise ConfigError(
                 f"state directory {path} cannot be made: {error.strerror}; give another --state-dir"

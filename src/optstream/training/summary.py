@@ -10,16 +10,22 @@ from rich.table import Table
 
 from optstream.training.progress import optimizer, place
 from optstream.training.result import RunResult, Totals
+from optstream.training.spread import spread_table
 from optstream.units import format_bytes
 
 _WIDTH = 110
 
 
-def print_summary(results: Sequence[RunResult]) -> None:
-    """Print what runs have measured, a column a run, on standard output."""
+def print_summary(runs: Sequence[Sequence[RunResult]]) -> None:
+    """Print what runs have measured, a column a run, on standard output.
+
+    Args:
+        runs: each as its ranks saw it; the column is that of rank 0.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
+    results = [ranks[0] for ranks in runs]
     table = Table(title="optstream train", show_header=len(results) > 1)
     table.add_column("")
     for result in results:
@@ -28,6 +34,9 @@ def print_summary(results: Sequence[RunResult]) -> None:
     for name in columns[0]:
         table.add_row(name, *[column.get(name, "") for column in columns])
     console.print(table, highlight=False)
+    for ranks in runs:
+        if len(ranks) > 1 and ranks[0].totals.num_steps:
+            console.print(spread_table(ranks), highlight=False)
 
 
 def _rows(result: RunResult) -> dict[str, str]:

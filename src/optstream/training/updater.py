@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 import optstream
+from optstream.distributed.ranks import Ranks
 from optstream.plan import MASTER
 from optstream.training.config import TrainConfig
+from optstream.training.ranks import process_group
 
 Build = Callable[[], torch.optim.Optimizer]
 """Makes a new optimizer of the module's parameters."""
@@ -20,12 +23,13 @@ Build = Callable[[], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What the optimizer moved and how long the step waited for it; zero in memory."""
+    """What the optimizer moved and how long the step waited for drive and ranks; 0 in memory."""
 
     read_bytes: int = 0
     written_bytes: int = 0
     read_wait_s: float = 0.0
     write_wait_s: float = 0.0
+    exchange_wait_s: float = 0.0
 
 
 class Updater(Protocol):
@@ -41,6 +45,10 @@ class Updater(Protocol):
 
     @property
     def plan(self) -> optstream.Plan | None: ...
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Average gradients over the ranks and clip them; return their norm before."""
+        ...
 
     def step(self) -> StepCost:
         """Update every parameter that has a gradient."""
@@ -70,14 +78,25 @@ class Updater(Protocol):
 class InMemory:
     """The plain optimizer; the textbook loop with float32 masters for narrower parameters."""
 
-    def __init__(self, build: Build, module: torch.nn.Module) -> None:
+    def __init__(self, build: Build, module: torch.nn.Module, ranks: Ranks) -> None:
         self.optimizer = build()
+        self._ranks = ranks
         self.plan = None
         self._build = build
         self._module = module
+        self._params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._masters: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group in self.optimizer.param_groups:
             group["params"] = [self._master(param) for param in group["params"]]
+
+    def clip_gradients(self, max_norm: float) -> float:
+        params = [param for param in self._params if param.grad is not None]
+        if self._ranks.size > 1:
+            for param in params:
+                assert param.grad is not None
+                param.grad.mul_(1 / self._ranks.size)
+                dist.all_reduce(param.grad)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm).item()
 
     @torch.no_grad()
     def step(self) -> StepCost:
@@ -150,11 +169,22 @@ class Streamed:
         directory: Path,
         window_bytes: int,
         ram: int | str,
+        ranks: Ranks,
     ) -> None:
         self.optimizer = optstream.offload(
-            build(), directory, model=module, window=window_bytes, ram=ram, store=store
+            build(),
+            directory,
+            model=module,
+            window=window_bytes,
+            ram=ram,
+            store=store,
+            process_group=process_group(ranks),
         )
         self.plan = self.optimizer.plan
+
+    def clip_gradients(self, max_norm: float) -> float:
+        optstream.reduce_to_owner(self.optimizer)
+        return optstream.clip_grad_norm_(self.optimizer, max_norm).item()
 
     def step(self) -> StepCost:
         self.optimizer.step()
@@ -165,6 +195,7 @@ class Streamed:
             written_bytes=report.written_bytes,
             read_wait_s=report.read_wait_s,
             write_wait_s=report.write_wait_s,
+            exchange_wait_s=report.exchange_wait_s,
         )
 
     def state_bytes(self) -> int:
@@ -180,10 +211,12 @@ class Streamed:
         self.optimizer.close()
 
 
-def make_updater(build: Build, module: torch.nn.Module, config: TrainConfig) -> Updater:
+def make_updater(
+    build: Build, module: torch.nn.Module, config: TrainConfig, ranks: Ranks
+) -> Updater:
     """Keep the optimizer's state where the configuration says."""
     if config.store == "none":
-        return InMemory(build, module)
+        return InMemory(build, module, ranks)
     return Streamed(
         build,
         module,
@@ -191,4 +224,5 @@ def make_updater(build: Build, module: torch.nn.Module, config: TrainConfig) -> 
         directory=config.state_dir or Path(),
         window_bytes=config.window_bytes,
         ram=config.ram,
+        ranks=ranks,
     )

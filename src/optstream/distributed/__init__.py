@@ -1,0 +1,1 @@
+"""Many ranks: who keeps which parameter, what they agree on, and what they send each other."""

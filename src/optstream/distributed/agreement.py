@@ -1,0 +1,109 @@
+"""What ranks tell each other before they build on it: descriptions, and what a step will do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from optstream.distributed.ranks import Ranks
+from optstream.distributed.shares import EVERY_RANK, Place, Shares
+from optstream.errors import RankError
+
+
+def check_same(ranks: Ranks, facts: Mapping[str, str]) -> None:
+    """Refuse to go on unless all ranks have the same facts; only a digest travels if they do.
+
+    Args:
+        facts: what must be the same, by what to call it.
+
+    Raises:
+        RankError: on all ranks, with the first difference and who has what.
+    """
+    if ranks.size == 1:
+        return
+    digests = ranks.gather(_digest(facts))
+    if len(set(digests)) == 1:
+        return
+    everyone = ranks.gather(dict(facts))
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for name in (*first, *theirs):
+            here, there = first.get(name, "missing"), theirs.get(name, "missing")
+            if here != there:
+                raise RankError(
+                    f"{name} is {here} on rank 0 and {there} on rank {rank}; build the same model "
+                    "and optimizer with the same arguments on every rank"
+                )
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(list(facts.items())).encode())
+
+
+def group_facts(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the hyperparameters of all groups, as facts; tensors are left out.
+
+    A scheduler that looks at one rank's own loss would make them differ.
+    """
+    return {
+        f"{key!r} of group {index}": repr(value)
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names") and not isinstance(value, Tensor)
+    }
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one rank will do in a step.
+
+    Attributes:
+        wanted: parameters that need state and have none yet.
+        has_gradient: by index in `Shares.places`.
+        windows: that it will update, in that order.
+        digest: of the hyperparameters.
+    """
+
+    wanted: tuple[Place, ...]
+    has_gradient: bytes
+    windows: tuple[int, ...]
+    digest: str
+
+
+def make_turn(
+    shares: Shares,
+    groups: Sequence[Mapping[str, Any]],
+    wanted: Sequence[Place],
+    windows: Sequence[int],
+) -> Turn:
+    """Return this rank's turn, from today's gradients and hyperparameters."""
+    has_gradient = bytes(
+        groups[group]["params"][position].grad is not None for group, position in shares.places
+    )
+    return Turn(tuple(wanted), has_gradient, tuple(windows), _digest(group_facts(groups)))
+
+
+def check_turns(
+    ranks: Ranks, turns: Sequence[Turn], shares: Shares, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse a step in which ranks would not do the same.
+
+    Raises:
+        RankError: hyperparameters differ, or a gradient is missing where the parameter is kept.
+    """
+    if len({turn.digest for turn in turns}) > 1:
+        check_same(ranks, group_facts(groups))
+    for index, (place, owner) in enumerate(zip(shares.places, shares.owners, strict=True)):
+        if owner == EVERY_RANK or turns[owner].has_gradient[index]:
+            continue
+        holder = next((r for r, turn in enumerate(turns) if turn.has_gradient[index]), None)
+        if holder is not None:
+            raise RankError(
+                f"parameter {place[1]} of group {place[0]} has a gradient on rank {holder} and "
+                f"none on rank {owner}, which keeps its state; average gradients over the ranks "
+                "before step(): train with DistributedDataParallel, or call reduce_to_owner()"
+            )

@@ -1,0 +1,110 @@
+"""Freeze the state of an optimizer: what is where, and the files that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from optstream.checkpoint.manifest import (
+    Manifest,
+    StoredParam,
+    StoredPiece,
+    StoredTensor,
+    StoredWindow,
+)
+from optstream.checkpoint.snapshot import Snapshot
+from optstream.errors import StateChangedError
+from optstream.layout import hyperparameters
+from optstream.state import StreamedState
+from optstream.store.base import PIECE_BYTES
+from optstream.update import working_copy
+
+
+class Freezer:
+    """Makes snapshots of what one rank keeps."""
+
+    def __init__(self, optimizer: Optimizer, state: StreamedState) -> None:
+        self._optimizer = optimizer
+        self._state = state
+
+    def snapshot(self, step: int) -> Snapshot:
+        """Freeze all state as it is now; the next write of each window goes to a fresh file.
+
+        Raises:
+            OutOfSpaceError: no space for those writes; nothing was frozen.
+            StateChangedError: a step failed half-way.
+        """
+        state = self._state
+        if state.num_updated:
+            raise StateChangedError(
+                f"a step failed after {state.num_updated} windows; call step() again with the same "
+                "gradients to finish it, or load a checkpoint"
+            )
+        files = state.stream.freeze()
+        names = [spec.name for spec in state.plan.params]
+        assert len(set(names)) == len(names)
+        kind = type(self._optimizer)
+        manifest = Manifest(
+            optimizer=f"{kind.__module__}.{kind.__qualname__}",
+            step=step,
+            world_size=1,
+            piece_bytes=PIECE_BYTES,
+            groups=tuple(self._groups()),
+            params=dict(self._params()),
+            windows=tuple(
+                StoredWindow(
+                    file=f"rank00000/window{window:05d}.safetensors" if window in files else "",
+                    header_bytes=files[window].header_bytes if window in files else 0,
+                    data_bytes=state.plan.windows[window].data_bytes,
+                    digests=files[window].ordered_digests() if window in files else (),
+                )
+                for window in range(state.plan.num_windows)
+            ),
+        )
+        return Snapshot(manifest, files, directory=None)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for group, names in zip(
+            self._optimizer.param_groups, self._state.roster.group_names(), strict=True
+        ):
+            yield {**working_copy(hyperparameters(group)), "params": names}
+
+    def _params(self) -> Iterator[tuple[str, StoredParam]]:
+        specs = self._state.plan.params
+        planned = {(spec.group, spec.position): i for i, spec in enumerate(specs)}
+        for g, group in enumerate(self._optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                name, index = self._state.roster.name(g, position), planned.get((g, position))
+                if index is None:
+                    yield name, StoredParam(tuple(param.shape), param.dtype, {})
+                else:
+                    yield name, self._param(index)
+
+    def _param(self, index: int) -> StoredParam:
+        record, spec = self._state.records[index], self._state.plan.params[index]
+        tensors = {
+            state.key: StoredTensor(
+                state.dtype, state.shape, state.stride, tuple(self._pieces(index, state.key))
+            )
+            for state in spec.states
+            if state.key in record.stored
+        }
+        kept = working_copy(record.kept)
+        return StoredParam(spec.shape, spec.dtype, tensors, kept, dict(record.unplanned))
+
+    def _pieces(self, index: int, key: str) -> Iterator[StoredPiece]:
+        for window, piece in self._state.roster.pieces(index):
+            extent = piece.extent(key)
+            numel = extent.num_bytes // extent.dtype.itemsize
+            yield StoredPiece(window, extent.offset, piece.start, numel)
+
+    def bytes_off(self, directory: Path) -> int:
+        """Return the bytes of windows that cannot be linked into a directory: other drives'."""
+        device = directory.stat().st_dev
+        store = self._state.store
+        windows = range(self._state.plan.num_windows)
+        away = [window for window in windows if store.device(window) != device]
+        return sum(store.file(window).file_bytes for window in away)

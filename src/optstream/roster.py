@@ -1,0 +1,172 @@
+"""Every parameter of the optimizer: its name, its place in the plan, and the rank that keeps it."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from optstream.distributed.exchange import EXCHANGE_BYTES, flat, is_dense
+from optstream.distributed.ownership import Cost
+from optstream.distributed.ranks import Ranks
+from optstream.distributed.shares import EVERY_RANK, Part, Place, Shares
+from optstream.errors import ConfigError
+from optstream.params import Describer, parameter_names, unplanned
+from optstream.plan import ParamSpec, Piece, Plan, Window
+from optstream.rule import update_flops
+from optstream.units import format_bytes
+
+log = logging.getLogger("optstream")
+
+
+class Roster:
+    """Grows when parameters come; all ranks do it together and come to the same.
+
+    Attributes:
+        plan: windows of what this rank keeps.
+        shares: what all ranks keep.
+        own: of each parameter in the plan, its index in the shares.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        ranks: Ranks,
+        window_bytes: int,
+        master_weights: bool,
+        model: nn.Module | None,
+    ) -> None:
+        exchange_bytes = EXCHANGE_BYTES if ranks.size > 1 else 0
+        self.plan = Plan(window_bytes, exchange_bytes=exchange_bytes)
+        self.shares = Shares.none(ranks.size)
+        self.own: list[int] = []
+        self.describer = Describer(optimizer, master_weights)
+        self._optimizer = optimizer
+        self._ranks = ranks
+        self._names = parameter_names(optimizer.param_groups, model)
+        self._pieces: defaultdict[int, list[tuple[int, Piece]]] = defaultdict(list)
+
+    # -- today's parameters ----------------------------------------------
+
+    def name_new_parameters(self) -> None:
+        """Name parameters of groups that were added since."""
+        self._names = parameter_names(self._optimizer.param_groups, None) | self._names
+
+    def name(self, group: int, position: int) -> str:
+        """Return the name of `param_groups[group]["params"][position]`."""
+        param = self._at((group, position))
+        return self._names.get(id(param), f"group{group}.param{position}")
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group."""
+        return [
+            [self.name(g, position) for position in range(len(group["params"]))]
+            for g, group in enumerate(self._optimizer.param_groups)
+        ]
+
+    def param(self, index: int) -> Tensor:
+        """Return today's parameter of an index in the plan."""
+        spec = self.plan.params[index]
+        return self._at((spec.group, spec.position))
+
+    def pieces(self, index: int) -> Sequence[tuple[int, Piece]]:
+        """Return where a parameter of the plan lies: windows, and its pieces in them."""
+        return self._pieces[index]
+
+    def values(self, rank: int, window: int, has_gradient: bytes) -> Iterator[Tensor]:
+        """Yield the storage of what a window of a rank updates, as bytes; shards are left out."""
+        for part in self.shares.windows[rank][window]:
+            if has_gradient[part.param] and part.stop > part.start:
+                param = self._at(self.shares.places[part.param])
+                yield flat(param)[part.start : part.stop].view(torch.uint8)
+
+    def _at(self, place: Place) -> Tensor:
+        return self._optimizer.param_groups[place[0]]["params"][place[1]]  # type: ignore[no-any-return]
+
+    def facts(self) -> dict[str, str]:
+        """Return what must be the same on all ranks, for `check_same`."""
+        return {
+            f"parameter {self.name(g, i)}": f"{tuple(param.shape)} {param.dtype} at {(g, i)} "
+            f"with strides {param.stride()}, trained: {param.requires_grad}"
+            for g, group in enumerate(self._optimizer.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+
+    # -- growing ----------------------------------------------
+
+    def wanted(self, with_state: Collection[str] = ()) -> list[Place]:
+        """Return the parameters that need state and have no place in any plan.
+
+        Args:
+            with_state: names of parameters that need it in any case: frozen ones that once trained.
+        """
+        groups = self._optimizer.param_groups
+        state: dict[Tensor, Any] = dict(self._optimizer.state)
+        for g, group in enumerate(groups):
+            for position, param in enumerate(group["params"] if with_state else ()):
+                if self.name(g, position) in with_state:
+                    state[param] = True
+        return list(unplanned(self.shares.places, groups, state))
+
+    def extend(self, wanted: Iterable[Sequence[Place]], reserve: Callable[[Plan], Plan]) -> None:
+        """Give parameters that any rank wants a place in its keeper's plan.
+
+        Args:
+            wanted: by each rank.
+            reserve: makes room for the windows that a plan has more than the current one, and says
+                which of them are resident.
+
+        Raises:
+            StoreError: the store, or memory, cannot hold it; nothing was changed.
+            RankError: another rank's cannot.
+        """
+        places = sorted({place for each in wanted for place in each})
+        if not places:
+            return
+        specs = [self._describe(place) for place in places]
+        costs = [self._cost(spec) for spec in specs]
+        owners = self.shares.owners_of(costs, [False] * len(specs))
+        mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]
+        with self._ranks.together():
+            plan = reserve(self.plan.extended([specs[i] for i in mine]))
+        own = [*self.own, *(len(self.shares.places) + i for i in mine)]
+        new = plan.windows[self.plan.num_windows :]
+        windows = self._ranks.gather([tuple(_parts(window, own)) for window in new])
+        self.shares = self.shares.extended(places, owners, costs, windows)
+        for number, window in enumerate(new, self.plan.num_windows):
+            for piece in window.pieces:
+                self._pieces[piece.param].append((number, piece))
+        self.plan, self.own = plan, own
+        log.info(
+            "%s: %d windows, %s of state, %d of them (%s) resident, at most %s of host memory",
+            type(self._optimizer).__name__,
+            plan.num_windows,
+            format_bytes(plan.state_bytes),
+            plan.num_resident,
+            format_bytes(plan.resident_bytes),
+            format_bytes(plan.peak_host_bytes),
+        )
+
+    def _describe(self, place: Place) -> ParamSpec:
+        name, param = self.name(*place), self._at(place)
+        spec = self.describer.describe(name, *place)
+        if self._ranks.size > 1 and not is_dense(param):
+            raise ConfigError(
+                f"{name} has gaps or overlaps in its storage (strides {param.stride()}) and cannot "
+                "be sent to other ranks; make it contiguous"
+            )
+        return spec
+
+    def _cost(self, spec: ParamSpec) -> Cost:
+        group = self._optimizer.param_groups[spec.group]
+        return Cost(update_flops(self._optimizer, group, spec.shape), spec.state_bytes)
+
+
+def _parts(window: Window, own: Sequence[int]) -> Iterator[Part]:
+    for piece in window.pieces:
+        yield Part(own[piece.param], piece.start, piece.stop)

@@ -1,0 +1,48 @@
+"""Save an optimizer's state: as a checkpoint on a filesystem, as tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from optstream.checkpoint.directory import check_space, check_target, existing_parent, publish
+from optstream.freezing import Freezer
+from optstream.state import StreamedState
+from optstream.stream.background import Background
+
+
+class Saver:
+    """Makes checkpoints, one at a time.
+
+    Attributes:
+        background: the save that is under way, if any.
+        freezer: makes its snapshots.
+    """
+
+    def __init__(self, optimizer: Optimizer, state: StreamedState) -> None:
+        self.background = Background()
+        self._state = state
+        self.freezer = Freezer(optimizer, state)
+
+    def save(self, path: Path, step: int) -> None:
+        """Start making a checkpoint; `background.wait` ends it.
+
+        Raises:
+            OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
+        """
+        self.background.wait()
+        target = path.absolute()
+        check_target(target)
+        check_space(target, self.freezer.bytes_off(existing_parent(target)))
+        snapshot = self.freezer.snapshot(step)
+        self.background.start(partial(publish, snapshot, target))
+
+    def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
+        """Return a snapshot's tensors and values by parameter."""
+        snapshot, roster = self.freezer.snapshot(step), self._state.roster
+        specs = enumerate(self._state.plan.params)
+        return {roster.param(index): snapshot.state(spec.name) for index, spec in specs}

@@ -1,0 +1,111 @@
+"""offload(): check the arguments, agree with the other ranks, make a StreamedOptimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from optstream.distributed.agreement import check_same, group_facts
+from optstream.distributed.place import Place, release, take_places
+from optstream.distributed.ranks import Ranks
+from optstream.errors import ConfigError
+from optstream.optimizer import StreamedOptimizer
+from optstream.plan import parse_window_bytes
+from optstream.ram import Ram
+from optstream.report import Reporter
+from optstream.roster import Roster
+from optstream.rule import check_optimizer
+from optstream.state import StreamedState
+from optstream.store import open_store
+from optstream.units import parse_bytes
+
+StrPath = str | os.PathLike[str]
+
+
+def offload(
+    optimizer: Optimizer,
+    directory: StrPath | Sequence[StrPath],
+    *,
+    model: nn.Module | None = None,
+    window: int | str = "256MiB",
+    ram: int | str = 0,
+    store: str = "direct",
+    master_weights: bool = True,
+    process_group: ProcessGroup | None = None,
+    role: str = "",
+    io_threads: int = 4,
+    metrics: StrPath | None = None,
+) -> StreamedOptimizer:
+    """Move a torch optimizer's state to files and stream it during `step()`.
+
+    The result replaces `optimizer` everywhere (schedulers, scalers, clipping). All file space is
+    reserved here; state the optimizer holds already is moved to the files.
+
+    Args:
+        optimizer: any torch optimizer whose parameters are updated independently of each other.
+        directory: a directory on a drive, or one per drive: windows are striped over them.
+        model: gives parameters their fully qualified names.
+        window: bytes of state in memory together ("256MiB"); about four windows are the host memory
+            used.
+        ram: state that stays in memory between steps, beside those windows, so that it causes no
+            traffic: "8GiB", "25%" of the state, or "auto" for what this process can spare (see
+            `Ram`). A save writes it. Of each rank.
+        store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison; nothing is on a
+            drive, `ram` changes nothing).
+        master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
+        process_group: ranks that hold the same parameters and share their state,
+            `torch.distributed.group.WORLD` or another; all of them call this together. None: this
+            process keeps all state itself, whatever other ranks do.
+        role: gives this optimizer a folder of its own in `directory`, as a process group does too;
+            tells apart those of one process.
+        io_threads: threads a drive.
+        metrics: a JSONL file that gets one line a step; with several ranks each has its own,
+            `run.rank00000.jsonl` for `run.jsonl`.
+
+    Raises:
+        ConfigError: an argument that cannot be used.
+        UnsupportedOptimizerError: the optimizer cannot be streamed; the message says why.
+        StoreError: the directory cannot hold the state; nothing is left there.
+        RankError: another rank failed, or has another model or other arguments.
+    """
+    ranks = Ranks(process_group)
+    with contextlib.ExitStack() as undo:
+        undo.callback(ranks.close)
+        with ranks.together():
+            check_optimizer(optimizer)
+            window_bytes = parse_window_bytes(parse_bytes(window, "window"))
+            _check_threads(io_threads)
+            budget = Ram(ram, ranks.num_on_host)
+            places: list[Place] = []
+            if store != "memory" and (process_group is not None or role):
+                places = take_places(directory, role, ranks.rank)
+                undo.callback(release, places)
+                directory = [place.path for place in places]
+            opened = open_store(store, directory)
+            roster = Roster(optimizer, ranks, window_bytes, master_weights, model)
+            arguments = {
+                "the optimizer": type(optimizer).__name__,
+                "window": str(window_bytes),
+                "store": store,
+                "master_weights": str(master_weights),
+                "role": repr(role),
+            }
+            check_same(ranks, arguments | group_facts(optimizer.param_groups) | roster.facts())
+            state = StreamedState(optimizer, roster, ranks, opened, io_threads, budget)
+            undo.callback(state.stream.close)
+            name = f"{role} {type(optimizer).__name__}".strip()
+            reporter = Reporter(name, ranks.rank, ranks.size, metrics)
+            undo.callback(reporter.close)
+            streamed = StreamedOptimizer(optimizer, state, reporter, places)
+        undo.pop_all()
+    return streamed
+
+
+def _check_threads(io_threads: int) -> None:
+    if isinstance(io_threads, bool) or not isinstance(io_threads, int) or io_threads < 1:
+        raise ConfigError(f"io_threads={io_threads!r}: give the threads a drive, at least 1")
