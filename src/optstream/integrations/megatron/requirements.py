@@ -87,7 +87,7 @@ _ALL = (
     ),
     Requirement(
         lambda args: getattr(args, "stream_optimizer_state_moment_dtype", "fp32") == "fp32",
-        "--stream-optimizer-state-moment-dtype: state in fewer bytes cannot be put into checkpoints "
+        "--stream-optimizer-state-moment-dtype: state in fewer bytes cannot be put in checkpoints "
         "in this version; leave it at fp32",
     ),
     Requirement(
