@@ -125,23 +125,34 @@ def _holdings(process: Path, files: Sequence[_OpenFile]) -> Iterator[Holding]:
         )
 
 
-def _open_files(process: Path, device: int) -> Iterator[_OpenFile]:
-    """Yield the window files, and the locks of claims, that a process has open."""
+def _open_files(process: Path, device: int) -> list[_OpenFile]:
+    """Return the window files, and the locks of claims, that a process has open.
+
+    A file that is reserved for a window's next write has no header yet: it is ours if the process
+    holds a window of that size in the same directory.
+    """
+    known: list[_OpenFile] = []
+    blank: list[_OpenFile] = []
     for fd in (process / "fd").iterdir():
         try:
             name = str(fd.readlink())
             file = _OpenFile(Path(name.removesuffix(_DELETED)), fd.stat())
             if file.status.st_dev != device or not S_ISREG(file.status.st_mode):
                 continue
-            if file.is_lock or (name.endswith((_DELETED, _SUFFIX)) and _is_ours(fd)):
-                yield file
+            head = _head(fd) if name.endswith((_DELETED, _SUFFIX)) else b"other"
         except (FileNotFoundError, PermissionError):
             continue  # closed just now; or of a mode that lets nobody read it
+        if file.is_lock or starts_like_ours(head):
+            known.append(file)
+        elif not any(head):
+            blank.append(file)
+    windows = {(file.directory, file.status.st_size) for file in known if not file.is_lock}
+    return known + [file for file in blank if (file.directory, file.status.st_size) in windows]
 
 
-def _is_ours(fd: Path) -> bool:
+def _head(fd: Path) -> bytes:
     with open(fd, "rb", buffering=0) as file:
-        return starts_like_ours(file.read(_HEAD_BYTES))
+        return file.read(_HEAD_BYTES)
 
 
 def _user(process: Path) -> str:
