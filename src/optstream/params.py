@@ -7,8 +7,9 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from optstream.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
+GradientOf = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Describer:
         self._optimizer = optimizer
         self._master_weights = master_weights
         self._device = device
+        # an optimizer whose kernels know real devices only has a method that gives another one,
+        # which keeps the same state
+        self._probed = getattr(optimizer, "layout_twin", lambda: optimizer)()
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -126,7 +131,7 @@ class Describer:
                 # torch's own choice there, where the user leaves it open
                 values = {**values, "foreach": values.get("foreach") is not False}
             self._layouts[key] = find_layout(
-                self._optimizer, values, shape, stride, dtype, state, param.dtype
+                self._probed, values, shape, stride, dtype, state, param.dtype
             )
         return self._layouts[key]
 
@@ -162,7 +167,16 @@ def check_plain(name: str, param: Tensor) -> None:
         )
 
 
-def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
+def gradient_source(optimizer: Optimizer) -> GradientOf:
+    """Return what gives a parameter's gradient.
+
+    An optimizer whose gradients are elsewhere than in `.grad`, or of another dtype, says so itself
+    with a method `gradient_of(param) -> Tensor | None`.
+    """
+    return getattr(optimizer, "gradient_of", None) or attrgetter("grad")
+
+
+def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) -> dict[int, Bound]:
     """Find today's tensor and gradient of every planned parameter that has a gradient.
 
     Raises:
@@ -178,9 +192,10 @@ def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
                 f"{len(params)} parameters; wrap the optimizer after the model is complete"
             )
         param = params[spec.position]
-        if param.grad is not None:
+        grad = gradient_of(param)
+        if grad is not None:
             _check_same(spec, param)
-            bound[index] = Bound(param, _dense_grad(spec, param.grad))
+            bound[index] = Bound(param, _dense_grad(spec, grad))
     return bound
 
 

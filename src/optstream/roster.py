@@ -24,6 +24,11 @@ from optstream.units import format_bytes
 log = logging.getLogger("optstream")
 
 
+def empty_plan(window_bytes: int, num_ranks: int) -> Plan:
+    """Return the plan of one of so many ranks before any parameter is planned."""
+    return Plan(window_bytes, exchange_bytes=EXCHANGE_BYTES if num_ranks > 1 else 0)
+
+
 class Roster:
     """Grows when parameters come; all ranks do it together and come to the same.
 
@@ -41,8 +46,7 @@ class Roster:
         master_weights: bool,
         model: nn.Module | None,
     ) -> None:
-        exchange_bytes = EXCHANGE_BYTES if ranks.size > 1 else 0
-        self.plan = Plan(window_bytes, exchange_bytes=exchange_bytes)
+        self.plan = empty_plan(window_bytes, ranks.size)
         self.shares = Shares.none(ranks.size)
         self.own: list[int] = []
         self.describer = Describer(optimizer, master_weights)
@@ -129,7 +133,7 @@ class Roster:
         if not places:
             return
         specs = [self._describe(place) for place in places]
-        costs = [self._cost(spec) for spec in specs]
+        costs = [cost_of(spec, self._optimizer) for spec in specs]
         owners = self.shares.owners_of(costs, [False] * len(specs))
         mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]
         with self._ranks.together():
@@ -162,9 +166,11 @@ class Roster:
             )
         return spec
 
-    def _cost(self, spec: ParamSpec) -> Cost:
-        group = self._optimizer.param_groups[spec.group]
-        return Cost(update_flops(self._optimizer, group, spec.shape), spec.state_bytes)
+
+def cost_of(spec: ParamSpec, optimizer: Optimizer) -> Cost:
+    """Return what a step costs the rank that keeps a parameter."""
+    group = optimizer.param_groups[spec.group]
+    return Cost(update_flops(optimizer, group, spec.shape), spec.state_bytes)
 
 
 def _parts(window: Window, own: Sequence[int]) -> Iterator[Part]:

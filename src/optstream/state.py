@@ -23,7 +23,7 @@ from optstream.distributed.exchange import Exchange
 from optstream.distributed.ranks import Ranks
 from optstream.errors import ModelChangedError, RankError, StateChangedError, WindowIOError
 from optstream.headers import window_files
-from optstream.params import Bound, bind
+from optstream.params import Bound, bind, gradient_source
 from optstream.plan import Plan
 from optstream.ram import Ram
 from optstream.roster import Roster
@@ -163,9 +163,11 @@ class StreamedState:
 
     def _turn(self) -> tuple[Turn, dict[int, Bound]]:
         groups = self._optimizer.param_groups
-        bound = bind(self.plan.params, groups)
+        gradient_of = gradient_source(self._optimizer)
+        bound = bind(self.plan.params, groups, gradient_of)
         left = [window for window in self._order(bound) if window not in self._done]
-        return make_turn(self.roster.shares, groups, self.roster.wanted(), left), bound
+        shares, wanted = self.roster.shares, self.roster.wanted()
+        return make_turn(shares, groups, wanted, left, gradient_of), bound
 
     def _update(self, left: Sequence[int], bound: Mapping[int, Bound], exchange: Exchange) -> None:
         self._num_left = len(left)

@@ -17,7 +17,7 @@ from optstream.errors import ConfigError
 from optstream.optimizer import StreamedOptimizer
 from optstream.plan import parse_window_bytes
 from optstream.ram import Ram
-from optstream.report import Reporter
+from optstream.report import Reporter, process_rank
 from optstream.roster import Roster
 from optstream.rule import check_optimizer
 from optstream.state import StreamedState
@@ -100,7 +100,8 @@ def offload(
             state = StreamedState(optimizer, roster, ranks, opened, io_threads, budget)
             undo.callback(state.stream.close)
             name = f"{role} {type(optimizer).__name__}".strip()
-            reporter = Reporter(name, ranks.rank, ranks.size, metrics)
+            rank = ranks.rank if ranks.size > 1 else process_rank()
+            reporter = Reporter(name, rank, ranks.size, metrics)
             undo.callback(reporter.close)
             streamed = StreamedOptimizer(optimizer, state, reporter, places)
         undo.pop_all()

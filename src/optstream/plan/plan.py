@@ -61,7 +61,8 @@ class Plan:
         """Return this plan with as many bytes of windows resident; those that are stay so."""
         others = [index for index in range(self.num_windows) if index not in self.resident]
         sizes = [self.windows[index].data_bytes for index in others]
-        chosen = choose_resident(sizes, NUM_SLOTS, budget_bytes - self.resident_bytes)
+        num_slots = 0 if self.cached else NUM_SLOTS
+        chosen = choose_resident(sizes, num_slots, budget_bytes - self.resident_bytes)
         return replace(self, resident=self.resident | {others[place] for place in chosen})
 
     @property

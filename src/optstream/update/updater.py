@@ -181,13 +181,14 @@ class Updater:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(scratch)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
             grad = wide.copy_(grad)
+        attributes = vars(bound.param)
         if piece.numel <= spec.max_tile:
-            yield self._job(spec, piece, 0, target, grad, views)
+            yield self._job(spec, piece, 0, target, grad, views, attributes)
             return
         for start in range(0, piece.numel, spec.max_tile):
             tile = slice(start, start + spec.max_tile)
             of_tile = {key: view[tile] for key, view in views.items()}
-            yield self._job(spec, piece, start, target[tile], grad[tile], of_tile)
+            yield self._job(spec, piece, start, target[tile], grad[tile], of_tile, attributes)
 
     def _job(
         self,
@@ -197,9 +198,11 @@ class Updater:
         target: Tensor,
         grad: Tensor,
         views: dict[str, Tensor],
+        attributes: Mapping[str, Any],
     ) -> _Job:
         record = self.records[piece.param]
         proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
+        vars(proxy).update(attributes)  # rules ask parameters what they are (tensor parallel, QKV)
         proxy.grad = grad
         state = working_copy(record.kept)
         state.update(record.unplanned.get(piece.start + start, {}))
