@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optstream.cli.parser import budget, bytes_per_s, number_above, size, window_size
+from optstream.cli.parser import budget, bytes_per_s, given_path, number_above, size, window_size
 from optstream.cli.table import align
 from optstream.training.config import DTYPES
 from optstream.units import format_bytes
@@ -86,7 +85,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--doctor",
-        type=Path,
+        type=given_path,
         metavar="FILE",
         help="what optstream doctor --json DIR found on the node; the next three replace its parts",
     )
