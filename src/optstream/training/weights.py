@@ -63,7 +63,7 @@ def weights_digest(module: torch.nn.Module) -> str:
     digest = xxhash.xxh3_64()
     for tensor in _tensors(module).values():
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(memoryview(data.numpy()))
+        digest.update(data.numpy().data)
     return digest.hexdigest()
 
 
