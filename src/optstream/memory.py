@@ -1,4 +1,4 @@
-"""What the kernel says about memory: this process's own, its limit, and what is left.
+"""What the kernel says about memory: this process's own, its cgroups', and what is left.
 
 All is read from `/proc`; the mount table in it says where the cgroups are, so tests give a tree of
 their own.
@@ -9,16 +9,18 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import TypeVar
 
-from optstream.mounts import PROC, read_mounts
+from optstream.cgroup import Group, binding, read_groups, read_stalled_s
+from optstream.mounts import PROC
+from optstream.units import format_bytes
 
-# cgroup v1 writes "no limit" as the largest multiple of the page size; no machine has an EiB
-_NO_LIMIT_BYTES = 2**60
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-_LIMIT_FILES = {"cgroup": "memory.limit_in_bytes", "cgroup2": "memory.max"}
+_RLIMITS = {"data size": "VmData", "address space": "VmSize"}
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,17 @@ class MemoryUse:
         file_bytes: mapped page cache, reclaimable.
         shmem_bytes: shared memory and tmpfs mappings, not reclaimable.
         limit_bytes: the smallest limit of the process's cgroups up the tree; None without one.
+        group: the cgroup with that limit, or the process's own if none has one; None without any.
+        stalled_s: seconds for which some process of its cgroup (of the machine, with cgroups of
+            version 1) waited for memory, ever; None where the kernel does not tell.
     """
 
     anon_bytes: int
     file_bytes: int
     shmem_bytes: int
-    limit_bytes: int | None
+    limit_bytes: int | None = None
+    group: Group | None = None
+    stalled_s: float | None = None
 
 
 def read_memory(proc: Path = PROC) -> MemoryUse:
@@ -45,12 +52,14 @@ def read_memory(proc: Path = PROC) -> MemoryUse:
         proc: where procfs is mounted.
     """
     fields = _read_kib(proc / "self/status")
-    limits = [limit for limit in _limits(proc) if limit < _NO_LIMIT_BYTES]
+    group = binding(read_groups(proc))
     return MemoryUse(
         anon_bytes=fields.get("RssAnon", fields.get("VmRSS", 0)),  # VmRSS: kernels before 4.5
         file_bytes=fields.get("RssFile", 0),
         shmem_bytes=fields.get("RssShmem", 0),
-        limit_bytes=min(limits, default=None),
+        limit_bytes=group.limit_bytes if group else None,
+        group=group,
+        stalled_s=read_stalled_s(proc),
     )
 
 
@@ -61,20 +70,96 @@ def read_total_bytes(proc: Path = PROC) -> int:
 
 
 def read_available_bytes(proc: Path = PROC, *, swap: bool = True) -> int:
-    """Return how many more bytes this process could use before the kernel must kill something.
+    """Return how many more bytes this process could use before the kernel must refuse or kill.
 
-    The smaller of what the machine has (MemAvailable and free swap) and what the limit leaves.
+    The least of what the machine has (MemAvailable and free swap), what each cgroup up the tree
+    leaves when its page cache is reclaimed, and what the process itself may have (ulimit -d, -v).
 
     Args:
         swap: count what would have to go there.
     """
-    use = read_memory(proc)
+    fields = _read_kib(proc / "self/status")
     machine = _read_kib(proc / "meminfo")
-    available = machine.get("MemAvailable", machine["MemFree"])
-    available += machine.get("SwapFree", 0) if swap else 0
-    if use.limit_bytes is not None:
-        available = min(available, use.limit_bytes - use.anon_bytes - use.shmem_bytes)
-    return max(available, 0)
+    rooms = [machine.get("MemAvailable", machine["MemFree"])]
+    rooms[0] += machine.get("SwapFree", 0) if swap else 0
+    for group in read_groups(proc):
+        if group.room_bytes is not None:
+            rooms.append(group.room_bytes)
+        elif group.limit_bytes is not None:  # what others in it use is not told
+            own = fields.get("RssAnon", fields.get("VmRSS", 0)) + fields.get("RssShmem", 0)
+            rooms.append(group.limit_bytes - own)
+    rooms += _process_rooms(proc, fields)
+    return max(min(rooms), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """Memory in a report; None where the kernel does not tell.
+
+    Attributes:
+        anon_bytes, file_bytes, shmem_bytes, limit_bytes: as in MemoryUse.
+        group_anon_bytes, group_file_bytes, group_shmem_bytes: of MemoryUse.group; page cache that
+            no process has mapped counts there.
+        limit_hits: how often that group has met its limit since the last record; reclaiming page
+            cache is such a time too.
+        oom_kills: processes killed for it since then.
+        memory_stall_s: time since then in which some process of the cgroup (of the machine, with
+            cgroups of version 1) waited for memory.
+    """
+
+    anon_bytes: int
+    file_bytes: int
+    shmem_bytes: int
+    limit_bytes: int | None
+    group_anon_bytes: int | None
+    group_file_bytes: int | None
+    group_shmem_bytes: int | None
+    limit_hits: int | None
+    oom_kills: int | None
+    memory_stall_s: float | None
+
+    def describe_memory(self) -> str:
+        """Return it in words, without what is zero or not told."""
+        text = f"anonymous memory {format_bytes(self.anon_bytes)}"
+        text += f", file {format_bytes(self.file_bytes)}"
+        if self.shmem_bytes:
+            text += f", shared {format_bytes(self.shmem_bytes)}"
+        if self.limit_bytes is not None:
+            text += f", limit {format_bytes(self.limit_bytes)}"
+        if self.memory_stall_s:
+            text += f", {self.memory_stall_s:.2f} s short of memory"
+        return text
+
+
+class MemoryMeter:
+    """Makes the records of one series."""
+
+    def __init__(self) -> None:
+        self._last = read_memory()
+
+    def read(self) -> MemoryRecord:
+        """Return memory now, and what has happened since the last record."""
+        last, now = self._last, read_memory()
+        self._last = now
+        group, before = now.group or Group(), last.group or Group()
+        return MemoryRecord(
+            anon_bytes=now.anon_bytes,
+            file_bytes=now.file_bytes,
+            shmem_bytes=now.shmem_bytes,
+            limit_bytes=now.limit_bytes,
+            group_anon_bytes=group.anon_bytes,
+            group_file_bytes=group.file_bytes,
+            group_shmem_bytes=group.shmem_bytes,
+            limit_hits=_grown(before.limit_hits, group.limit_hits),
+            oom_kills=_grown(before.oom_kills, group.oom_kills),
+            memory_stall_s=_grown(last.stalled_s, now.stalled_s),
+        )
+
+
+def _grown(before: Number | None, now: Number | None) -> Number | None:
+    if before is None or now is None:
+        return None
+    return max(now - before, type(now)(0))  # less: the process was moved to another cgroup
 
 
 def trim_heap() -> None:
@@ -93,39 +178,13 @@ def _read_kib(path: Path) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in lines}
 
 
-def _limits(proc: Path) -> Iterator[int]:
-    """Yield every memory limit that binds this process, from its cgroups to their roots."""
-    for kind, directory, top in _cgroups(proc):
-        while True:
-            with suppress(OSError, ValueError):  # the root has no such file; "max" is no limit
-                yield int((directory / _LIMIT_FILES[kind]).read_text())
-            if directory == top:
-                break
-            directory = directory.parent
-
-
-def _cgroups(proc: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield (filesystem type, own directory, mount point) of each memory hierarchy."""
+def _process_rooms(proc: Path, fields: dict[str, int]) -> Iterator[int]:
+    """Yield what each limit of the process itself leaves."""
     try:
-        own = _own_groups((proc / "self/cgroup").read_text())
+        text = (proc / "self/limits").read_text()
     except OSError:
         return
-    for mount in read_mounts(proc).values():
-        if mount.kind in own and (mount.kind == "cgroup2" or "memory" in mount.options):
-            # relative to what is mounted: in a container that is often not the hierarchy's root
-            path, root = PurePosixPath(own[mount.kind]), mount.root
-            inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
-            if ".." not in inside.parts:  # else outside of this cgroup namespace
-                yield mount.kind, Path(mount.point) / inside, Path(mount.point)
-
-
-def _own_groups(text: str) -> dict[str, str]:
-    """Return the path of this process in the memory hierarchies: filesystem type -> path."""
-    own = {}
-    for line in text.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            own["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            own["cgroup"] = path
-    return own
+    for name, field in _RLIMITS.items():
+        soft = re.search(rf"^Max {name}\s+(\d+)", text, re.MULTILINE)
+        if soft:
+            yield int(soft[1]) - fields.get(field, 0)

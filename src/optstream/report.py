@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import IO
 
 from optstream.errors import ConfigError
-from optstream.memory import read_memory
+from optstream.memory import MemoryMeter, MemoryRecord
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """Measured figures of one step.
+@dataclass(frozen=True, kw_only=True)
+class StepReport(MemoryRecord):
+    """Measured figures of one step; those of memory are of its end.
 
     Bytes count when their transfer is through: the last writes of a step drain behind the next
     forward and count in the next step's report, so the sum over steps is exact and a single report
@@ -38,8 +38,7 @@ class StepReport:
         write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
         side). exchanged_bytes: parameters' bytes sent to and taken from other ranks.
         exchange_wait_s: time in which `step()` did nothing but wait for other ranks. total_s: time
-        in `step()`. anon_bytes, file_bytes: of this process, at the end of the step. limit_bytes:
-        the smallest memory limit of its cgroups; None without one.
+        in `step()`.
     """
 
     step: int
@@ -55,9 +54,6 @@ class StepReport:
     exchanged_bytes: int
     exchange_wait_s: float
     total_s: float
-    anon_bytes: int
-    file_bytes: int
-    limit_bytes: int | None
 
     def __str__(self) -> str:
         ranks = f", for ranks {self.exchange_wait_s:.3f}" if self.exchanged_bytes else ""
@@ -67,8 +63,7 @@ class StepReport:
             f"written {format_bytes(self.written_bytes)}{saved}, "
             f"resident {format_bytes(self.resident_bytes)}, {self.total_s:.3f} s "
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
-            f"for writes {self.write_wait_s:.3f}{ranks}), "
-            f"anonymous memory {format_bytes(self.anon_bytes)}"
+            f"for writes {self.write_wait_s:.3f}{ranks}), {self.describe_memory()}"
         )
 
 
@@ -99,6 +94,7 @@ class Reporter:
         self._rank = rank
         self._steps = 0
         self._totals: dict[str, float] = {}
+        self._memory = MemoryMeter()
         self._file: IO[str] | None = None
         if metrics is not None:
             try:
@@ -127,7 +123,6 @@ class Reporter:
             totals: running totals of the StepReport fields that are counted.
         """
         self._steps += 1
-        memory = read_memory()
         counted = {key: value - self._totals.get(key, 0) for key, value in totals.items()}
         self._totals = dict(totals)
         report = StepReport(
@@ -135,9 +130,7 @@ class Reporter:
             rank=self._rank,
             num_windows=num_windows,
             resident_bytes=resident_bytes,
-            anon_bytes=memory.anon_bytes,
-            file_bytes=memory.file_bytes,
-            limit_bytes=memory.limit_bytes,
+            **dataclasses.asdict(self._memory.read()),
             **counted,  # type: ignore[arg-type]
         )
         log.info("%s on rank %d, %s", self._name, self._rank, report)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from optstream.plan import Plan
 from optstream.ram import Ram
 from optstream.roster import Roster
 from optstream.store.base import Store
-from optstream.stream import Stream
+from optstream.stream import open_stream
 from optstream.update import Record, Updater
 
 log = logging.getLogger("optstream")
@@ -63,7 +64,7 @@ class StreamedState:
         self.store = store
         self._stranded = ""
         self._ram = ram
-        self.stream = Stream(store, io_threads)
+        self.stream = open_stream(store, io_threads)
         self._optimizer = optimizer
         self._updater = Updater(optimizer)
         self._backwards = False
@@ -106,6 +107,7 @@ class StreamedState:
             raise
 
     def _reserve(self, plan: Plan) -> Plan:
+        plan = replace(plan, cached=self.store.cached)
         if self.store.in_place:
             plan = plan.with_resident(plan.data_bytes)
         else:

@@ -55,8 +55,9 @@ def offload(
         ram: state that stays in memory between steps, beside those windows, so that it causes no
             traffic: "8GiB", "25%" of the state, or "auto" for what this process can spare (see
             `Ram`). A save writes it. Of each rank.
-        store: "direct" (O_DIRECT files) or "memory" (plain RAM, for comparison; nothing is on a
-            drive, `ram` changes nothing).
+        store: "direct" (O_DIRECT files), "mapped" (files in the page cache, which the kernel
+            reclaims: for hosts with memory for most of the state) or "memory" (plain RAM; nothing
+            is on a drive, `ram` changes nothing).
         master_weights: keep float32 masters of bfloat16 and float16 parameters and update those.
         process_group: ranks that hold the same parameters and share their state,
             `torch.distributed.group.WORLD` or another; all of them call this together. None: this

@@ -16,7 +16,7 @@ from torch import nn
 
 import optstream
 
-STORES = pytest.mark.parametrize("store", ["direct", "memory"])
+STORES = pytest.mark.parametrize("store", ["direct", "mapped", "memory"])
 
 
 def descriptors() -> set[str]:

@@ -29,6 +29,8 @@ from optstream.errors import StoreError
 
 Failing = Callable[..., None]
 
+ON_DRIVE = pytest.mark.parametrize("store", ["direct", "mapped"])
+
 
 def test_a_put_that_fails_half_way_poisons_until_a_load(
     tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
@@ -134,10 +136,13 @@ def test_dirty_slots_are_saved_to_another_drive(
     assert_same_bits(weights(params), after(4))
 
 
-def test_no_space_for_a_second_generation(mounted: Callable[..., Path], tmp_path: Path) -> None:
+@ON_DRIVE
+def test_no_space_for_a_second_generation(
+    store: str, mounted: Callable[..., Path], tmp_path: Path
+) -> None:
     drive = mounted("ext4", mib=16)
     shapes = ((1_000_000,),)
-    params, optimizer = streamed(drive / "live", shapes=shapes)
+    params, optimizer = streamed(drive / "live", shapes=shapes, store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         for call in (lambda: optimizer.save(drive / "checkpoint"), optimizer.state_dict):
@@ -194,8 +199,9 @@ def test_a_copy_that_runs_out_of_space_is_an_error_of_wait(
     optstream.verify(small_drive / "checkpoint")
 
 
+@ON_DRIVE
 def test_copies_are_made_while_training_goes_on(
-    tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, tmp_path: Path, small_drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is held back until three more steps are done; it is of the moment of the save."""
     go = threading.Event()
@@ -206,7 +212,7 @@ def test_copies_are_made_while_training_goes_on(
         real(*args)
 
     monkeypatch.setattr(placing, "_copy", copy)
-    params, optimizer = streamed(tmp_path / "a")
+    params, optimizer = streamed(tmp_path / "a", store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         saved, expected = weights(params), copied(optimizer.state_dict())
@@ -219,7 +225,7 @@ def test_copies_are_made_while_training_goes_on(
         assert saving.done
         saving.wait()
     assert_same_bits(weights(params), after(5))
-    params, optimizer = streamed(tmp_path / "b")
+    params, optimizer = streamed(tmp_path / "b", store=store)
     with optimizer:
         set_weights(params, saved)
         optimizer.load(small_drive / "checkpoint")
@@ -252,10 +258,13 @@ def test_close_waits_for_a_copy_and_tells_its_error(
     assert not any((tmp_path / "a").iterdir())
 
 
-def test_some_directories_on_another_filesystem(tmp_path: Path, small_drive: Path) -> None:
+@ON_DRIVE
+def test_some_directories_on_another_filesystem(
+    store: str, tmp_path: Path, small_drive: Path
+) -> None:
     """Windows that are here are linked, the others copied; and back by copies."""
     places = [tmp_path / "a", small_drive / "b"]
-    params, optimizer = streamed(places)  # type: ignore[arg-type]
+    params, optimizer = streamed(places, store=store)  # type: ignore[arg-type]
     with optimizer:
         go_on(params, optimizer, range(2))
         optimizer.save(tmp_path / "one")
@@ -264,7 +273,7 @@ def test_some_directories_on_another_filesystem(tmp_path: Path, small_drive: Pat
         assert devices == {tmp_path.stat().st_dev}
         assert set(links) == {1}
         go_on(params, optimizer, [2])
-    resumed, optimizer = streamed(places, seed=1)  # type: ignore[arg-type]
+    resumed, optimizer = streamed(places, seed=1, store=store)  # type: ignore[arg-type]
     with optimizer:
         set_weights(resumed, after(2))
         optimizer.load(tmp_path / "one")

@@ -31,6 +31,8 @@ __all__ = ["open_files", "refuse"]
 
 OpenFiles = Callable[[Path], list[str]]
 
+ON_DRIVE = pytest.mark.parametrize("store", ["direct", "mapped"])
+
 
 def resumed(
     path: Path, saved: list[torch.Tensor], steps: range, **options: object
@@ -44,8 +46,9 @@ def resumed(
     return weights(params)
 
 
-def test_two_saves_in_a_row_and_one_after_each_step(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path / "live")
+@ON_DRIVE
+def test_two_saves_in_a_row_and_one_after_each_step(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "live", store=store)
     with optimizer:
         for number in range(2):
             go_on(params, optimizer, [number])
@@ -58,8 +61,9 @@ def test_two_saves_in_a_row_and_one_after_each_step(tmp_path: Path) -> None:
             assert_same_bits(resumed(path, after(number + 1), range(number + 1, 3)), after(3))
 
 
-def test_a_save_before_any_step(tmp_path: Path) -> None:
-    _, optimizer = streamed(tmp_path / "live")
+@ON_DRIVE
+def test_a_save_before_any_step(store: str, tmp_path: Path) -> None:
+    _, optimizer = streamed(tmp_path / "live", store=store)
     with optimizer:
         optimizer.save(tmp_path / "checkpoint")
         assert optimizer.state_dict()["state"].keys() == set(range(6))
@@ -166,13 +170,14 @@ def test_a_killed_replacement_is_found(tmp_path: Path, caplog: pytest.LogCapture
     assert not (tmp_path / "checkpoint.replaced").exists()
 
 
+@ON_DRIVE
 @pytest.mark.parametrize("named", [False, True])
 def test_checkpoints_deleted_while_training_goes_on(
-    named: bool, tmp_path: Path, refuse: Callable[[int, int], None]
+    store: str, named: bool, tmp_path: Path, refuse: Callable[[int, int], None]
 ) -> None:
     if named:
         refuse(os.O_TMPFILE, 95)
-    params, optimizer = streamed(tmp_path / "live")
+    params, optimizer = streamed(tmp_path / "live", store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         optimizer.save(tmp_path / "a")
@@ -183,7 +188,7 @@ def test_checkpoints_deleted_while_training_goes_on(
         shutil.rmtree(tmp_path / "b")
         go_on(params, optimizer, [3])
         optimizer.save(tmp_path / "c")
-    resumed_params, other = streamed(tmp_path / "live2")
+    resumed_params, other = streamed(tmp_path / "live2", store=store)
     with other:
         set_weights(resumed_params, weights(params))
         other.load(tmp_path / "c")
@@ -198,8 +203,9 @@ def test_checkpoints_deleted_while_training_goes_on(
     assert not any((tmp_path / "live").iterdir())
 
 
-def test_the_live_directory_is_deleted(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path / "live")
+@ON_DRIVE
+def test_the_live_directory_is_deleted(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "live", store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         shutil.rmtree(tmp_path / "live")
@@ -243,12 +249,13 @@ def used_bytes(path: Path) -> int:
     return (space.f_blocks - space.f_bfree) * space.f_frsize
 
 
+@ON_DRIVE
 def test_space_and_descriptors_are_bounded_and_given_back(
-    small_drive: Path, open_files: OpenFiles
+    store: str, small_drive: Path, open_files: OpenFiles
 ) -> None:
     """At most two generations; checkpoints own theirs; nothing is left after close."""
     empty_bytes = used_bytes(small_drive)
-    params, optimizer = streamed(small_drive / "live", shapes=((400_000,),))
+    params, optimizer = streamed(small_drive / "live", shapes=((400_000,),), store=store)
     with optimizer:
         live_bytes = used_bytes(small_drive) - empty_bytes
         live_fds = len(open_files(small_drive))
@@ -269,8 +276,9 @@ def test_space_and_descriptors_are_bounded_and_given_back(
     assert open_files(small_drive) == []
 
 
-def test_tensors_outlive_the_optimizer(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path)
+@ON_DRIVE
+def test_tensors_outlive_the_optimizer(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path, store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         given = optimizer.state_dict()
@@ -313,8 +321,9 @@ def test_many_small_tensors_take_few_mappings(tmp_path: Path) -> None:
     assert now - before <= 2 * optimizer.plan.num_windows + 8
 
 
-def test_a_forked_child_reads_its_tensors_and_harms_nothing(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path / "live")
+@ON_DRIVE
+def test_a_forked_child_reads_its_tensors_and_harms_nothing(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "live", store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         given = optimizer.state_dict()

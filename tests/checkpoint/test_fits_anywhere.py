@@ -36,6 +36,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
         {"window": "16MiB"},
         {"window": "200KiB"},
         {"store": "memory"},
+        {"store": "mapped"},
+        {"store": "mapped", "window": "100KiB", "directories": 2},
         {"directories": 2},
         {"window": "100KiB", "directories": 3},
     ],

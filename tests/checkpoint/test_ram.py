@@ -107,6 +107,17 @@ def test_state_of_a_plain_optimizer(tmp_path: Path) -> None:
     assert_same_bits(weights(params), after(6))
 
 
+def test_new_state_starts_from_zeros_where_other_state_was(tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "a", ram="100%")
+    values = weights(params)
+    with optimizer:
+        go_on(params, optimizer, range(2))
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}, strict=False)
+        set_weights(params, values)
+        go_on(params, optimizer, range(3))
+    assert_same_bits(weights(params), after(3))
+
+
 def test_a_resident_window_is_held_against_its_digest(tmp_path: Path) -> None:
     params, optimizer = streamed(tmp_path / "a", ram="100%")
     with optimizer:

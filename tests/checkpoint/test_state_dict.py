@@ -24,9 +24,12 @@ from checkpoint.runs import (
 from optstream import OffloadError
 from parity.cases import make_params
 
+ON_DRIVE = pytest.mark.parametrize("store", ["direct", "mapped"])
 
-def test_tensors_keep_their_values_while_training_goes_on(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path, dtype=torch.bfloat16)
+
+@ON_DRIVE
+def test_tensors_keep_their_values_while_training_goes_on(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path, dtype=torch.bfloat16, store=store)
     with optimizer:
         taken, copies = [], []
         for step in range(3):
@@ -39,8 +42,9 @@ def test_tensors_keep_their_values_while_training_goes_on(tmp_path: Path) -> Non
     assert_same_bits(weights(params), after(6, torch.bfloat16))
 
 
-def test_torch_save_and_load(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path / "live")
+@ON_DRIVE
+def test_torch_save_and_load(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "live", store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
         torch.save(optimizer.state_dict(), tmp_path / "state.pt")
@@ -53,6 +57,9 @@ def test_torch_save_and_load(tmp_path: Path) -> None:
             )
         go_on(params, optimizer, [2])
     assert_same_bits(weights(params), after(3))
+
+
+ON_DRIVE = pytest.mark.parametrize("store", ["direct", "mapped"])
 
 
 def test_hooks_run_once_around_the_whole(tmp_path: Path) -> None:
@@ -134,9 +141,12 @@ def test_a_state_dict_of_an_older_torch(tmp_path: Path) -> None:
     assert_same_bits(weights(params), weights(plain_params))
 
 
-def test_the_view_shows_adopted_state(tmp_path: Path) -> None:
+@ON_DRIVE
+def test_the_view_shows_adopted_state(store: str, tmp_path: Path) -> None:
     """Small parts of what a checkpoint's files hold, whose digests are of whole pieces."""
-    params, optimizer = streamed(tmp_path / "a", shapes=((1500, 2000), (7,)), window="64MiB")
+    params, optimizer = streamed(
+        tmp_path / "a", shapes=((1500, 2000), (7,)), window="64MiB", store=store
+    )
     with optimizer:
         go_on(params, optimizer, range(2))
         optimizer.save(tmp_path / "checkpoint")
@@ -212,9 +222,10 @@ def test_state_of_parameters_that_are_frozen_now(how: str, tmp_path: Path) -> No
     assert_same_bits(weights(resumed), after(3))
 
 
-def test_parameters_without_a_gradient_so_far(tmp_path: Path) -> None:
-    params, optimizer = streamed(tmp_path / "a")
-    resumed, other = streamed(tmp_path / "b", window="16MiB")
+@ON_DRIVE
+def test_parameters_without_a_gradient_so_far(store: str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "a", store=store)
+    resumed, other = streamed(tmp_path / "b", window="16MiB", store=store)
     with optimizer, other:
         for param in params[:3]:
             param.grad = torch.ones_like(param)

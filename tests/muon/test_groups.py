@@ -276,18 +276,26 @@ def test_a_split_that_does_not_fit_is_an_error_with_the_name() -> None:
         muon_groups(build("llama"), overrides={"*.q_proj.weight": {"split": ("equal", 5)}})
 
 
+@pytest.mark.parametrize("option", ["splitt", "use_moun", "params"])
+def test_an_option_that_muon_does_not_have_is_an_error(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'\*\.q_proj\.weight': '{option}' is no option.*split"):
+        muon_groups(build("llama"), overrides={"*.q_proj.weight": {option: True}})
+
+
 def test_a_fused_projection_of_unknown_layout_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = nn.ModuleDict({"query_key_value": nn.Linear(8, 24), "qkv": nn.Linear(8, 24)})
+    unknown = ["query_key_value", "c_attn", "kv_b_proj", "Wi"]
+    model = nn.ModuleDict({name: nn.Linear(8, 24) for name in [*unknown, "qkv", "wi"]})
     with caplog.at_level(logging.WARNING, logger="optstream"):
         names = muon_names(model)
-        assert "query_key_value.weight" in caplog.text
-        assert "qkv.weight" not in caplog.text
+        assert "query_key_value.weight and 3 more" in caplog.text
         caplog.clear()
-        muon_groups(model, overrides={"query*": {"split": ("grouped", 2, (4, 4, 4))}})
+        split = {"split": ("grouped", 2, (4, 4, 4))}
+        muon_groups(model, overrides={f"{name}.weight": split for name in unknown})
         assert not caplog.text
     assert names["qkv.weight"] == (("equal", 3), False)
+    assert names["c_attn.weight"] == (None, False)  # as GPT-BigCode's, which interleaves heads
 
 
 def test_the_table_shows_every_decision(capsys: pytest.CaptureFixture[str]) -> None:

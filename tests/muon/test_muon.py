@@ -218,6 +218,20 @@ def test_adamw_groups_are_torch_adamw_bit_for_bit(options: Any, dtype: torch.dty
             assert muon.state[a][name].dtype == value.dtype
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_complex_parameters_are_torch_adamw_bit_for_bit(foreach: bool) -> None:
+    ours, theirs = (parameter(4, 4, dtype=torch.complex64) for _ in range(2))
+    hyper = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach}
+    muon = Muon([{"params": [ours], "use_muon": False, **hyper}])
+    adamw = torch.optim.AdamW([theirs], **hyper)
+    grads = [torch.complex(randn(4, 4, seed=step), randn(4, 4, seed=9 + step)) for step in range(3)]
+    for grad in grads:
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        muon.step()
+        adamw.step()
+    assert torch.equal(ours, theirs)
+
+
 def test_one_step_updates_both_kinds() -> None:
     matrix, vector = parameter(8, 8), parameter(8)
     optimizer = Muon(
@@ -242,15 +256,34 @@ def test_cautious_decay_spares_elements_that_the_update_pulls_outwards() -> None
     torch.testing.assert_close(cautious, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_maximize_is_the_negative_gradient() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("mode", ["ema", "classical"])
+def test_maximize_is_the_negative_gradient(mode: str, nesterov: bool) -> None:
     ascent, descent = parameter(6, 9), parameter(6, 9)
-    ascent.grad = randn(6, 9, seed=4)
-    descent.grad = -ascent.grad
-    kept = ascent.grad.clone()
-    Muon([ascent], maximize=True).step()
-    Muon([descent]).step()
-    assert torch.equal(ascent, descent)
-    assert torch.equal(ascent.grad, kept)
+    options: Any = {"momentum_mode": mode, "nesterov": nesterov}
+    ascending, descending = Muon([ascent], maximize=True, **options), Muon([descent], **options)
+    for number in range(3):
+        ascent.grad = randn(6, 9, seed=number)
+        descent.grad = -ascent.grad
+        kept = ascent.grad.clone()
+        ascending.step()
+        descending.step()
+        assert torch.equal(ascent, descent)
+        assert torch.equal(ascent.grad, kept)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("mode", ["ema", "classical"])
+def test_huge_gradients_are_as_any_other(mode: str, nesterov: bool, sign: int) -> None:
+    """Enough steps for the sum of "classical" to reach its limit of 1 / (1 - momentum)."""
+    param = parameter(8, 6)
+    optimizer = Muon([param], momentum_mode=mode, nesterov=nesterov)
+    huge = torch.finfo(torch.float32).max / 50
+    for number in range(60):
+        param.grad = torch.full_like(param, huge * sign**number)
+        optimizer.step()
+    assert param.isfinite().all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -441,6 +474,14 @@ def test_a_checkpoint_of_torch_muon_loads() -> None:
     train(ours, 1)
 
 
+def test_a_checkpoint_with_amsgrad_is_refused() -> None:
+    param = parameter(4)
+    adamw = torch.optim.AdamW([param], amsgrad=True)
+    train(adamw, 1)
+    with pytest.raises(ConfigError, match="amsgrad"):
+        Muon([{"params": [param], "use_muon": False}]).load_state_dict(adamw.state_dict())
+
+
 def test_a_checkpoint_of_adamw_keeps_its_groups_adamw() -> None:
     theirs = torch.optim.AdamW([parameter(8)])
     train(theirs, 2)
@@ -504,7 +545,9 @@ class LargestTemporary(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("options", [{}, {"cautious_weight_decay": True, "nesterov": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"cautious_weight_decay": True, "nesterov": False}, {"maximize": True}]
+)
 @pytest.mark.parametrize("split", [("stack",), ("stack", ("equal", 2))])
 def test_temporaries_are_those_of_one_block(split: Any, options: Any) -> None:
     param = parameter(16, 8, 20)

@@ -24,6 +24,8 @@ def matrix() -> nn.Parameter:
         ("lr", float("inf"), ">= 0"),
         ("lr", torch.ones(2), "one element"),
         ("lr", "fast", "number"),
+        ("lr", torch.tensor(-1.0), ">= 0"),
+        ("lr", torch.tensor(float("nan")), ">= 0"),
         ("momentum", 1.0, r"\[0, 1\)"),
         ("momentum", -0.1, r"\[0, 1\)"),
         ("nesterov", 1, "True or False"),
@@ -36,6 +38,8 @@ def matrix() -> nn.Parameter:
         ("ns_coefficients", (1, 2), "quintic_schedule"),
         ("ns_coefficients", (), "quintic_schedule"),
         ("ns_coefficients", 3.0, "quintic_schedule"),
+        ("ns_coefficients", (float("nan"), 1, 1), "quintic_schedule"),
+        ("ns_coefficients", (float("inf"), 1, 1), "quintic_schedule"),
         ("ns_dtype", "int8", "bfloat16"),
         ("ns_dtype", torch.int32, "bfloat16"),
         ("ns_eps", 0.0, "> 0"),
@@ -43,6 +47,8 @@ def matrix() -> nn.Parameter:
         ("adjust_lr_fn", "fan_in", "match_rms_adamw"),
         ("cautious_weight_decay", "yes", "True or False"),
         ("split", ("thirds", 3), "equal"),
+        ("split", ("stack", 5), "equal"),
+        ("split", ("stack", ()), "equal"),
         ("transposed", None, "True or False"),
         ("maximize", None, "True or False"),
         ("use_muon", "both", "True or False"),
@@ -57,7 +63,14 @@ def test_refused(option: str, value: Any, allowed: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("betas", (0.9, 1.0)), ("betas", (0.9,)), ("eps", -1.0), ("lr", -1.0)],
+    [
+        ("betas", (0.9, 1.0)),
+        ("betas", (0.9,)),
+        ("betas", 5),
+        ("betas", ("a", "b")),
+        ("eps", -1.0),
+        ("lr", -1.0),
+    ],
 )
 def test_refused_in_adamw_groups(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):

@@ -60,14 +60,21 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("window", ["64KiB", "96KiB", "64MiB"])
+@pytest.mark.parametrize(
+    ("window", "store"),
+    [("64KiB", "memory"), ("96KiB", "memory"), ("64MiB", "memory"), ("96KiB", "direct")],
+)
 def test_streamed_is_bit_for_bit_the_plain_optimizer(
-    window: str, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    window: str,
+    store: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR)
     plain, streamed = model(torch.float32), model(torch.float32)
     optimizer = Muon(groups(plain), **options)
-    with offload(Muon(groups(streamed), **options), tmp_path, window=window, store="memory") as o:
+    with offload(Muon(groups(streamed), **options), tmp_path, window=window, store=store) as o:
         assert (o.plan.num_windows > 3) == (window != "64MiB")
         for number in range(3):
             step(optimizer, list(plain.parameters()), number)

@@ -41,7 +41,7 @@ REPRESENTATIVE = [
     )
 ]
 ADAMW = next(case for case in REPRESENTATIVE if case.name == "AdamW-fused")
-STORES = pytest.mark.parametrize("store", ["direct", "memory"])
+STORES = pytest.mark.parametrize("store", ["direct", "mapped", "memory"])
 
 
 @pytest.fixture

@@ -80,6 +80,29 @@ def test_several_directories_and_missing_gradients(dtype: torch.dtype, tmp_path:
     assert_same_bits(outcome[0], outcome[2])
 
 
+def test_what_is_on_its_way_is_waited_for(tmp_path: Path, deferred: list[str]) -> None:
+    """Right behind a step: looking at the state, and a load that takes its place."""
+    params, plain = make_params(ADAMW.shapes), make_params(ADAMW.shapes)
+    reference = ADAMW.make(plain)
+    train(plain, reference, range(3))
+    with optstream.offload(ADAMW.make(params), tmp_path / "a", window="64KiB", ram="100%") as opt:
+        train(params, opt, range(3))
+        for key in ("exp_avg", "exp_avg_sq"):
+            last, expected = opt.state[params[0]], reference.state[plain[0]]
+            assert_same_bits([last[key]], [expected[key]])
+            train(params, opt, [3])
+            train(plain, reference, [3])
+        opt.save(tmp_path / "checkpoint")
+        weights = [param.detach().clone() for param in params]
+        train(params, opt, [7])
+        opt.load(tmp_path / "checkpoint")
+        for param, value in zip(params, weights, strict=True):
+            param.data.copy_(value)
+        train(params, opt, [4])
+        train(plain, reference, [4])
+    assert_same_bits(params, plain)
+
+
 @pytest.mark.parametrize("ram", ["40%", "100%"])
 @DTYPES
 def test_saves_on_a_late_lane(

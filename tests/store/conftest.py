@@ -54,6 +54,12 @@ def drive_path(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=["direct", "mapped"])
+def on_drive(request: pytest.FixtureRequest) -> str:
+    """A kind of store whose windows are files."""
+    return str(request.param)
+
+
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Store]]:
     """Return `open_store`; what it opens is closed at the end, also of a failed test."""
@@ -143,10 +149,10 @@ def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def holder(
-    child: Callable[..., subprocess.Popen[str]], drive_path: Path
+    child: Callable[..., subprocess.Popen[str]], drive_path: Path, on_drive: str
 ) -> Callable[[str], subprocess.Popen[str]]:
     """Return a function that starts a HOLDER in the directory."""
-    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__)
+    return lambda names: child(HOLDER, drive_path, names, *optstream.__path__, on_drive)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A process that holds two windows in a directory: `python -c HOLDER DIR nameless|named PACKAGE`.
+"""A process with two windows in a directory: `python -c HOLDER DIR nameless|named PACKAGE STORE`.
 
 At each line on standard input it checks that they are unharmed, or ends as it is asked to.
 """
@@ -21,7 +21,7 @@ if sys.argv[2] == "named":
     os.open = open_
 from optstream.format import build_header
 from optstream.store import WindowFile, open_store
-store = open_store("direct", sys.argv[1])
+store = open_store(sys.argv[4], sys.argv[1])
 store.reserve([WindowFile(build_header([], 2**20), 2**20)] * 2)
 buffer, found = (memoryview(mmap.mmap(-1, 2**20)) for _ in range(2))
 buffer[:] = os.getpid().to_bytes(4, "little") * 2**18

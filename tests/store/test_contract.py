@@ -10,18 +10,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from optstream.errors import ClosedError, OutOfSpaceError
+from optstream.errors import ClosedError, DigestError, OutOfSpaceError
 from optstream.memory import read_memory
 from optstream.store import WindowFile, open_store
-from optstream.store.base import Store
+from optstream.store.base import PIECE_BYTES, FrozenFile, Store
 
 Make = Callable[[], Store]
 Pages = Callable[..., memoryview]
 Windows = Callable[..., list[WindowFile]]
 
 
-@pytest.fixture(params=["direct", "striped", "buffered", "named", "named-buffered", "memory"])
+KINDS = (
+    "direct",
+    "direct-striped",
+    "direct-buffered",
+    "direct-named",
+    "direct-named-buffered",
+    "mapped",
+    "mapped-striped",
+    "mapped-named",
+    "memory",
+)
+
+
+@pytest.fixture(params=KINDS)
 def make(
     request: pytest.FixtureRequest, drive_path: Path, refuse: Callable[[int, int], None]
 ) -> Make:
@@ -29,8 +43,8 @@ def make(
         refuse(os.O_DIRECT, errno.EINVAL)
     if "named" in request.param:
         refuse(os.O_TMPFILE, errno.EOPNOTSUPP)
-    kind = "memory" if request.param == "memory" else "direct"
-    names = ["a", "b", "c"] if request.param == "striped" else ["a"]
+    kind = request.param.split("-")[0]
+    names = ["a", "b", "c"] if "striped" in request.param else ["a"]
     return lambda: open_store(kind, [drive_path / name for name in names])
 
 
@@ -39,6 +53,35 @@ def store(make: Make) -> Iterator[Store]:
     store = make()
     yield store
     store.close()
+
+
+def update(store: Store, window: int, data: memoryview) -> None:
+    """Give a window new bytes as the stream does."""
+    store.prepare_write(window)
+    if store.in_place or store.cached:
+        store.bring_in(window)
+        store.view(window)[:] = data
+        store.write_back(window)
+    else:
+        for offset in range(0, len(data), PIECE_BYTES):
+            store.write(window, offset, data[offset : offset + PIECE_BYTES])
+
+
+def content(store: Store, window: int, buffer: memoryview) -> bytes:
+    store.read(window, 0, buffer)
+    return bytes(buffer)
+
+
+def frozen_bytes(frozen: FrozenFile) -> bytes:
+    with open(f"/proc/self/fd/{frozen.fd}", "rb") as file:
+        return file.read()
+
+
+def link(frozen: FrozenFile, path: Path) -> Path:
+    directory = os.open("/", os.O_PATH)
+    os.link(f"proc/self/fd/{frozen.fd}", path, src_dir_fd=directory, follow_symlinks=True)
+    os.close(directory)
+    return path
 
 
 class TestStore:
@@ -126,7 +169,7 @@ class TestStore:
 
     def test_view_is_the_window_itself(self, store: Store, pages: Pages, windows: Windows) -> None:
         store.reserve(windows(2))
-        if not store.in_place:
+        if not store.in_place and not store.cached:
             with pytest.raises(AssertionError):
                 store.view(0)
             return
@@ -172,9 +215,9 @@ class TestStore:
         store.reserve(windows(4096, 4096))
         for window in range(2):
             store.write(window, 0, pages(16))
-            if store.in_place:
+            if store.in_place or store.cached:
                 store.view(window)[:] = bytes(4096 * 4096)
-            else:
+            if not store.in_place:
                 assert open_files(drive_path)
         if end == "close":
             store.close()
@@ -183,4 +226,139 @@ class TestStore:
         assert [path for path in drive_path.rglob("*") if not path.is_dir()] == []
         assert not list(drive_path.glob("*/*"))
         assert open_files(drive_path) == []
+        assert str(drive_path) not in Path("/proc/self/maps").read_text()
         assert read_memory().anon_bytes - anon_bytes < 16 * 2**20
+
+    def test_updates_are_read(self, store: Store, pages: Pages, windows: Windows) -> None:
+        store.reserve(windows(5, 1))
+        for turn in range(3):
+            for window, num_pages in enumerate((5, 1)):
+                update(store, window, pages(num_pages, fill=turn + 10 * window))
+        assert content(store, 0, pages(5, fill=99)) == pages(5, fill=2)
+        assert content(store, 1, pages(1, fill=99)) == pages(1, fill=12)
+
+    def test_frozen_bytes_survive_all_that_follows(
+        self, store: Store, pages: Pages, windows: Windows
+    ) -> None:
+        header = windows(1)[0].header
+        store.reserve(windows(5, 1, 2))
+        for window, num_pages in enumerate((5, 1, 2)):
+            update(store, window, pages(num_pages, fill=1 + window))
+        first = store.freeze([0, 1])
+        update(store, 0, pages(5, fill=11))
+        second = store.freeze([0, 1, 2])
+        for window, num_pages in enumerate((5, 1, 2)):
+            update(store, window, pages(num_pages, fill=21 + window))
+        third = store.freeze([0])
+        store.close()
+        assert frozen_bytes(first[0]) == header + pages(5, fill=1)
+        assert frozen_bytes(first[1]) == frozen_bytes(second[1]) == header + pages(1, fill=2)
+        assert frozen_bytes(second[0]) == header + pages(5, fill=11)
+        assert frozen_bytes(second[2]) == header + pages(2, fill=3)
+        assert frozen_bytes(third[0]) == header + pages(5, fill=21)
+
+    def test_a_frozen_window_is_read_and_updated_in_part(
+        self, store: Store, pages: Pages, windows: Windows
+    ) -> None:
+        store.reserve(windows(5))
+        update(store, 0, pages(5, fill=1))
+        frozen = store.freeze([0])
+        assert content(store, 0, pages(5)) == pages(5, fill=1)
+        if store.in_place or store.cached:  # what the update leaves alone is what was there
+            store.prepare_write(0)
+            assert content(store, 0, pages(5)) == pages(5, fill=1)
+            store.bring_in(0)
+            store.view(0)[4096:8192] = pages(1, fill=50)
+            expected = bytes(pages(1, fill=1)) + bytes(pages(1, fill=50)) + bytes(pages(3, fill=3))
+            assert content(store, 0, pages(5)) == expected
+        assert frozen_bytes(frozen[0])[4096:] == pages(5, fill=1)
+
+    def test_digests_are_of_what_was_written(
+        self, store: Store, pages: Pages, windows: Windows
+    ) -> None:
+        num_pages = 2 * PIECE_BYTES // 4096 + 3
+        spec = windows(num_pages)[0]
+        store.reserve([spec])
+        for fill in (1, 2):
+            data = pages(num_pages, fill=fill)
+            update(store, 0, data)
+            pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+            expected = tuple(xxhash.xxh3_64_intdigest(part) for part in (spec.header, *pieces))
+            assert store.freeze([0])[0].ordered_digests() == expected
+
+    def test_no_space_for_a_second_generation(
+        self,
+        store: Store,
+        pages: Pages,
+        windows: Windows,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        store.reserve(windows(4, 4))
+        update(store, 0, pages(4, fill=1))
+        with monkeypatch.context() as full:
+            refusal = OutOfSpaceError(errno.ENOSPC, "full")
+
+            def refuse(*args: object) -> None:
+                raise refusal
+
+            full.setattr("optstream.store.on_drive.check_space", refuse)
+            full.setattr("optstream.store.memory.read_available_bytes", lambda: 0)
+            with pytest.raises(OutOfSpaceError):
+                store.freeze([0, 1])
+        update(store, 0, pages(4, fill=2))
+        frozen = store.freeze([0])
+        update(store, 0, pages(4, fill=3))
+        assert frozen_bytes(frozen[0])[4096:] == pages(4, fill=2)
+
+    def test_files_of_a_checkpoint_are_taken_over(
+        self, make: Make, store: Store, pages: Pages, windows: Windows, drive_path: Path
+    ) -> None:
+        store.reserve(windows(5, 1))
+        for window, num_pages in enumerate((5, 1)):
+            update(store, window, pages(num_pages, fill=1 + window))
+        frozen = store.freeze([0, 1])
+        other = make()
+        other.reserve(windows(5, 1))
+        update(other, 0, pages(5, fill=70))
+        if store.device(0) is None:
+            assert not other.adopt({0: (drive_path / "window", frozen[0].digests)})
+            assert content(other, 0, pages(5)) == pages(5, fill=70)
+            other.close()
+            return
+        files = {w: (link(frozen[w], drive_path / f"w{w}"), frozen[w].digests) for w in (0, 1)}
+        store.close()
+        assert not other.adopt({**files, 0: files[1]})  # of another size
+        assert content(other, 0, pages(5)) == pages(5, fill=70)
+        assert other.adopt(files)
+        assert content(other, 0, pages(5)) == pages(5, fill=1)
+        assert content(other, 1, pages(1)) == pages(1, fill=2)
+        update(other, 0, pages(5, fill=80))
+        assert content(other, 0, pages(5)) == pages(5, fill=80)
+        assert content(other, 1, pages(1)) == pages(1, fill=2)
+        other.close()
+        assert (drive_path / "w0").read_bytes()[4096:] == pages(5, fill=1)
+
+    def test_a_damaged_file_is_noticed_where_it_is_needed(
+        self, make: Make, store: Store, pages: Pages, windows: Windows, drive_path: Path
+    ) -> None:
+        store.reserve(windows(5))
+        update(store, 0, pages(5, fill=1))
+        if store.device(0) is None:
+            pytest.skip("memory takes over no files")
+        frozen = store.freeze([0])[0]
+        path = link(frozen, drive_path / "damaged")
+        store.close()
+        other = make()
+        other.reserve(windows(5))
+        assert other.adopt({0: (path, frozen.digests)})
+        with path.open("r+b") as file:
+            file.seek(4096 + 2 * 4096)
+            file.write(b"x")
+        with pytest.raises(DigestError):
+            content(other, 0, pages(5))
+        if other.cached:
+            other.prepare_write(0)
+            for _ in range(2):
+                with pytest.raises(DigestError):
+                    other.bring_in(0)
+        other.close()

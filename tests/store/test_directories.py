@@ -26,34 +26,36 @@ def test_an_unknown_kind(kind: str) -> None:
 
 
 @pytest.mark.parametrize("directories", ["", [], [""], [None], [b"/tmp"], ["a\0b"], 7, None])
-def test_no_path(directories: object) -> None:
+def test_no_path(directories: object, on_drive: str) -> None:
     with pytest.raises(ConfigError, match=r"give .*on a drive"):
-        open_store("direct", directories)  # type: ignore[arg-type]
+        open_store(on_drive, directories)  # type: ignore[arg-type]
 
 
-def test_a_directory_given_twice(drive_path: Path) -> None:
+def test_a_directory_given_twice(drive_path: Path, on_drive: str) -> None:
     (drive_path / "link").symlink_to(drive_path)
     for again in (drive_path, drive_path / "x" / "..", drive_path / "link"):
         with pytest.raises(ConfigError, match="is given twice"):
-            open_store("direct", [drive_path, again])
+            open_store(on_drive, [drive_path, again])
 
 
 def test_a_missing_directory_is_made_private(
-    drive_path: Path, opened: Opened, windows: Windows
+    drive_path: Path, opened: Opened, windows: Windows, on_drive: str
 ) -> None:
-    opened("direct", drive_path / "a" / "b").reserve(windows(1))
+    opened(on_drive, drive_path / "a" / "b").reserve(windows(1))
     for path in (drive_path / "a", drive_path / "a" / "b"):
         assert path.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_was_made_is_removed_if_the_rest_cannot_be(drive_path: Path, opened: Opened) -> None:
+def test_what_was_made_is_removed_if_the_rest_cannot_be(
+    drive_path: Path, opened: Opened, on_drive: str
+) -> None:
     with pytest.raises(StoreError, match="cannot hold the state: File name too long"):
-        opened("direct", drive_path / "a" / "b" / ("x" * 300)).reserve([])
+        opened(on_drive, drive_path / "a" / "b" / ("x" * 300)).reserve([])
     assert list(drive_path.iterdir()) == []
 
 
-def test_opening_touches_nothing(drive_path: Path, opened: Opened) -> None:
-    opened("direct", drive_path / "a")
+def test_opening_touches_nothing(drive_path: Path, opened: Opened, on_drive: str) -> None:
+    opened(on_drive, drive_path / "a")
     assert list(drive_path.iterdir()) == []
 
 
@@ -69,19 +71,19 @@ def test_a_relative_directory_survives_chdir(
 
 
 @pytest.mark.parametrize("below", ["", "more"])
-def test_a_file_in_its_place(drive_path: Path, below: str, opened: Opened) -> None:
+def test_a_file_in_its_place(drive_path: Path, below: str, opened: Opened, on_drive: str) -> None:
     (drive_path / "file").touch()
     with pytest.raises(StoreError, match=r"/file is no directory"):
-        opened("direct", drive_path / "file" / below).reserve([])
+        opened(on_drive, drive_path / "file" / below).reserve([])
 
 
-def test_a_dangling_link(drive_path: Path, opened: Opened) -> None:
+def test_a_dangling_link(drive_path: Path, opened: Opened, on_drive: str) -> None:
     (drive_path / "link").symlink_to("nowhere")
     with pytest.raises(StoreError, match=r"/link is no directory"):
-        opened("direct", drive_path / "link").reserve([])
+        opened(on_drive, drive_path / "link").reserve([])
 
 
-def test_an_unwritable_directory(drive_path: Path, opened: Opened) -> None:
+def test_an_unwritable_directory(drive_path: Path, opened: Opened, on_drive: str) -> None:
     closed = drive_path / "closed"
     closed.mkdir(mode=0o500)
     if os.geteuid() == 0:
@@ -93,14 +95,14 @@ def test_an_unwritable_directory(drive_path: Path, opened: Opened) -> None:
                 drive_path.chmod(0o755)
                 os.setuid(65534)
                 with pytest.raises(StoreError, match="closed/state cannot hold the state: Perm"):
-                    open_store("direct", closed / "state").reserve([])
+                    open_store(on_drive, closed / "state").reserve([])
                 os._exit(0)
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     else:
         with pytest.raises(StoreError, match="closed/state cannot hold the state: Permission"):
-            opened("direct", closed / "state").reserve([])
+            opened(on_drive, closed / "state").reserve([])
 
 
 @pytest.fixture
@@ -115,30 +117,34 @@ def limit() -> Iterator[Callable[[int, int, int], None]]:
 
 
 def test_the_soft_limit_of_open_files_is_raised(
-    drive_path: Path, opened: Opened, windows: Windows, limit: Callable[..., None]
+    drive_path: Path, opened: Opened, windows: Windows, limit: Callable[..., None], on_drive: str
 ) -> None:
     limit(resource.RLIMIT_NOFILE, 100)
-    opened("direct", drive_path).reserve(windows(*[1] * 150))
+    opened(on_drive, drive_path).reserve(windows(*[1] * 150))
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 214
 
 
 def test_the_hard_limit_of_open_files(
-    drive_path: Path, opened: Opened, windows: Windows, monkeypatch: pytest.MonkeyPatch
+    drive_path: Path,
+    opened: Opened,
+    windows: Windows,
+    monkeypatch: pytest.MonkeyPatch,
+    on_drive: str,
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 120))
     with pytest.raises(StoreError, match=r"needs 150 open files.* may have 120 .*ulimit -n") as e:
-        opened("direct", drive_path / "a").reserve(windows(*[1] * 150))
+        opened(on_drive, drive_path / "a").reserve(windows(*[1] * 150))
     assert e.value.errno == errno.EMFILE
     assert list(drive_path.iterdir()) == []
 
 
 def test_the_limit_of_file_sizes(
-    drive_path: Path, opened: Opened, windows: Windows, limit: Callable[..., None]
+    drive_path: Path, opened: Opened, windows: Windows, limit: Callable[..., None], on_drive: str
 ) -> None:
     limit(resource.RLIMIT_FSIZE, 2**20)
     with pytest.raises(StoreError, match=r"needs 1\.0 MiB .*files of 1\.0 MiB.*ulimit -f"):
-        opened("direct", drive_path).reserve(windows(256))
-    opened("direct", drive_path).reserve(windows(255))
+        opened(on_drive, drive_path).reserve(windows(256))
+    opened(on_drive, drive_path).reserve(windows(255))
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT])

@@ -71,7 +71,7 @@ def test_it_says_what_offload_then_does(
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     at = str(point / "new" / "state")
     assert [text.replace(str(point), at, 1) for text in abilities.announced] == said
-    file = store._files[0]  # type: ignore[attr-defined]
+    file = store._held.live[0]  # type: ignore[attr-defined]
     assert (file.direct, file.path is None) == (abilities.direct_io, abilities.nameless)
 
 

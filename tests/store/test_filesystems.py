@@ -137,9 +137,11 @@ def test_files_are_what_they_should_be(
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
-def test_memory_filesystems_are_refused(kind: str, mounted: Mounted, opened: Opened) -> None:
+def test_memory_filesystems_are_refused(
+    kind: str, mounted: Mounted, opened: Opened, on_drive: str
+) -> None:
     point = mounted(kind)
-    store = opened("direct", point / "new" / "state")
+    store = opened(on_drive, point / "new" / "state")
     with pytest.raises(StoreError) as caught:
         store.reserve([])
     assert str(caught.value) == (
@@ -150,17 +152,23 @@ def test_memory_filesystems_are_refused(kind: str, mounted: Mounted, opened: Ope
 
 
 def test_memory_behind_a_bind_mount_is_refused(
-    mounted: Mounted, opened: Opened, tmp_path: Path
+    mounted: Mounted, opened: Opened, tmp_path: Path, on_drive: str
 ) -> None:
     (mounted("tmpfs") / "inside").mkdir()
     point = mounted("none", "bind", source=tmp_path / "mount0" / "inside")
     with pytest.raises(StoreError, match="is tmpfs, so the state would stay in RAM"):
-        opened("direct", point).reserve([])
+        opened(on_drive, point).reserve([])
 
 
 @pytest.mark.parametrize(("upper", "refused"), [("tmpfs", True), ("ext4", False)])
 def test_overlay_is_judged_by_its_upper_layer(
-    upper: str, refused: bool, mounted: Mounted, opened: Opened, windows: Windows, pages: Pages
+    upper: str,
+    refused: bool,
+    mounted: Mounted,
+    opened: Opened,
+    windows: Windows,
+    pages: Pages,
+    on_drive: str,
 ) -> None:
     layer = mounted(upper)
     for name in ("lower", "upper", "work"):
@@ -171,7 +179,7 @@ def test_overlay_is_judged_by_its_upper_layer(
         f"upperdir={layer}/upper",
         f"workdir={layer}/work",
     )
-    store = opened("direct", point)
+    store = opened(on_drive, point)
     if refused:
         with pytest.raises(StoreError, match="is tmpfs, so the state would stay in RAM"):
             store.reserve([])
@@ -183,19 +191,19 @@ def test_overlay_is_judged_by_its_upper_layer(
     assert found == wanted
 
 
-def test_a_read_only_filesystem_is_refused(mounted: Mounted, opened: Opened) -> None:
+def test_a_read_only_filesystem_is_refused(mounted: Mounted, opened: Opened, on_drive: str) -> None:
     point = mounted("ext4", "ro")
     with pytest.raises(StoreError, match="read-only filesystem") as caught:
-        opened("direct", point / "state").reserve([])
+        opened(on_drive, point / "state").reserve([])
     assert str(point / "state") in str(caught.value)
 
 
 def test_directories_on_one_drive_are_counted_together(
-    mounted: Mounted, opened: Opened, windows: Windows
+    mounted: Mounted, opened: Opened, windows: Windows, on_drive: str
 ) -> None:
     point = mounted("ext4")
     free = _free_blocks(point)
-    store = opened("direct", [point / "a", point / "b"])
+    store = opened(on_drive, [point / "a", point / "b"])
     half_pages = os.statvfs(point).f_bavail * os.statvfs(point).f_frsize // 4096 * 2 // 3
     with pytest.raises(OutOfSpaceError, match=r"state needs .* MiB, .*/a and .*/b has .* free"):
         store.reserve(windows(half_pages, half_pages))
@@ -212,12 +220,13 @@ def test_a_drive_that_fills_up_while_reserving(
     opened: Opened,
     windows: Windows,
     monkeypatch: pytest.MonkeyPatch,
+    on_drive: str,
 ) -> None:
     point = mounted(kind, **size)
     free = _free_blocks(point)
     num_pages = free[0] * os.statvfs(point).f_bsize // 4096
-    monkeypatch.setattr("optstream.store.direct.check_space", lambda needs: None)
-    store = opened("direct", point / "state")
+    monkeypatch.setattr("optstream.store.on_drive.check_space", lambda needs: None)
+    store = opened(on_drive, point / "state")
     with pytest.raises(OutOfSpaceError, match=r"state needs .* in .*/state, which has ") as caught:
         store.reserve(windows(*[num_pages // 4] * 5))
     if kind != "xfs":  # which counts given back space as free a little later
@@ -228,19 +237,19 @@ def test_a_drive_that_fills_up_while_reserving(
 
 
 def test_what_only_root_may_use_is_not_free(
-    mounted: Mounted, opened: Opened, windows: Windows
+    mounted: Mounted, opened: Opened, windows: Windows, on_drive: str
 ) -> None:
     point = mounted("ext4", mkfs="-m 20")
     free = os.statvfs(point)
     num_pages = (free.f_bavail + free.f_bfree) // 2 * free.f_bsize // 4096
     with pytest.raises(OutOfSpaceError, match=r" free; free .* or give a second directory"):
-        opened("direct", point).reserve(windows(num_pages))
+        opened(on_drive, point).reserve(windows(num_pages))
 
 
-def test_too_few_inodes(mounted: Mounted, opened: Opened, windows: Windows) -> None:
+def test_too_few_inodes(mounted: Mounted, opened: Opened, windows: Windows, on_drive: str) -> None:
     point = mounted("ext4", mkfs="-N 16")
     num_files = os.statvfs(point).f_favail + 1
-    store = opened("direct", point / "state")
+    store = opened(on_drive, point / "state")
     with pytest.raises(OutOfSpaceError, match=rf"needs {num_files} files, .* has \d+ inodes free"):
         store.reserve(windows(*[1] * num_files))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import resource
 from collections.abc import Callable
 
 import pytest
 
-from optstream.errors import OutOfSpaceError
+from optstream.errors import ClosedError, OutOfSpaceError
 from optstream.memory import read_memory
 from optstream.store import WindowFile
 from optstream.store.base import Store
@@ -69,3 +70,21 @@ def test_a_memory_limit_of_the_process(
             opened("memory", "").reserve(windows(2**20, 2**20))
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_a_forked_child_has_none_of_it(opened: Opened, windows: Windows) -> None:
+    """Else the parent would copy every page that it updates while the child lives."""
+    before = read_memory().anon_bytes
+    store = opened("memory", "")
+    store.reserve(windows(4096))
+    store.view(0)[:] = bytes(2**24)
+    child = os.fork()
+    if child == 0:
+        inherited = read_memory().anon_bytes - before
+        try:
+            store.view(0)
+        except ClosedError:
+            os._exit(0 if inherited < 8 * 2**20 else 2)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

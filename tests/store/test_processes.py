@@ -122,8 +122,9 @@ def test_a_forked_child_holds_no_space_and_no_lock(
     opened: Opened,
     windows: Windows,
     pages: Pages,
+    on_drive: str,
 ) -> None:
-    store = opened("direct", drive_path)
+    store = opened(on_drive, drive_path)
     store.reserve(windows(64))
 
     def check() -> bool:

@@ -216,20 +216,27 @@ class Refusing:
             raise WindowWriteError("fake", 0, 4096, errno.EIO)
 
 
-def test_what_a_save_cannot_write_it_copies_from_memory(store: FakeStore) -> None:
+@pytest.mark.parametrize("at", ["write", "prepare"])
+def test_what_a_save_cannot_write_it_copies_from_memory(
+    at: str, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = one_param_a_window(NUM_WINDOWS)
     with wrap(Watched(params), 5) as optimizer:
         resident = sorted(optimizer.plan.resident)
         step_and_settle(optimizer, store)
         step_and_settle(optimizer, store)
-        store.before = Refusing(*resident[1:3])
+        refusing = Refusing(*resident[1:3])
+        if at == "write":
+            store.before = refusing
+        else:
+            monkeypatch.setattr(store, "prepare_write", lambda window: refusing("write", window))
         saved = save(optimizer)
         assert sorted(store.take("write")) == [resident[0], *resident[3:]]
         for window in range(NUM_WINDOWS):
             now = optimizer._state.stream.look(window, 0, WINDOW_BYTES)
             assert saved[window] == now.numpy().tobytes()
         step_and_settle(optimizer, store)  # nobody stops for that
-        store.before = lambda verb, window: None
+        refusing.windows.clear()
         save(optimizer)
         assert sorted(store.take("write"))[:5] == resident
         step_and_settle(optimizer, store)
@@ -258,7 +265,7 @@ def test_a_step_waits_for_the_write_of_a_save_that_was_interrupted(store: FakeSt
     """The user pressed Ctrl-C while the drive hung; its thread still reads the buffer."""
     params = one_param_a_window(NUM_WINDOWS)
     gate = threading.Event()
-    with wrap(Watched(params), 5) as optimizer:
+    with wrap(inner := Watched(params), 5) as optimizer:
         stream = optimizer._state.stream
         step_and_settle(optimizer, store)
         store.before = lambda verb, window: gate.wait(WAIT_S)
@@ -266,18 +273,31 @@ def test_a_step_waits_for_the_write_of_a_save_that_was_interrupted(store: FakeSt
             for window, slot in stream._resident._slots.items():
                 stream._transfers.write(slot, window, {})
         threading.Timer(0.2, gate.set).start()
+        inner.calls.clear()
+        order = range(NUM_WINDOWS)[::-1]
+        through: list[bool] = []
+
+        def during(number: int) -> None:
+            if order[number] in optimizer.plan.resident:
+                through.append(gate.is_set())
+
+        inner.during = during
         optimizer.step()
-        assert gate.is_set()
+        assert through == [True] * 5
+        inner.during = lambda number: None
         step_and_settle(optimizer, store)
         assert set(save(optimizer)) == set(range(NUM_WINDOWS))
     assert_same(params, 3)
 
 
-def test_an_update_that_fails_is_read_again_where_the_drive_has_it(store: FakeStore) -> None:
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_update_that_fails(saved: bool, store: FakeStore) -> None:
+    """Its window is read again where the drive has it, and kept where it has not."""
     params = one_param_a_window(NUM_WINDOWS)
     with wrap(inner := Watched(params), 12) as optimizer:
         step_and_settle(optimizer, store)
-        save(optimizer)
+        if saved:
+            save(optimizer)
         inner.calls.clear()
 
         def fail(number: int) -> None:
@@ -289,7 +309,7 @@ def test_an_update_that_fails_is_read_again_where_the_drive_has_it(store: FakeSt
             optimizer.step()
         inner.during = lambda number: None
         read, _ = step_and_settle(optimizer, store)
-        assert read == [8]
+        assert read == ([8] if saved else [])
         step_and_settle(optimizer, store)
     assert_same(params, 3)
 
@@ -342,6 +362,7 @@ def test_a_group_without_memory_for_it_is_not_added(
             with pytest.raises(OutOfSpaceError, match=r"need 192\.0 KiB of memory, .* smaller ram"):
                 optimizer.add_param_group({"params": params[6:]})
         assert optimizer.plan is plan
+        assert len(store._specs) == plan.num_windows
         assert len(optimizer.param_groups) == 1
         step_and_settle(optimizer, store)
         optimizer.add_param_group({"params": params[6:]})

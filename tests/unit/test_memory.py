@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from optstream.memory import MemoryUse, read_available_bytes, read_memory
+from optstream.cgroup import Group
+from optstream.memory import MemoryMeter, MemoryUse, read_available_bytes, read_memory
 
 STATUS = """Name:\tpython
 VmPeak:\t  900000 kB
@@ -148,6 +149,139 @@ def test_what_is_left(proc: Tree, tmp_path: Path) -> None:
     assert read_available_bytes(tree) == 4000 * 1024  # 9000 less 4000 anonymous, 1000 shared
     (tmp_path / "fs/a/memory.max").write_text(str(100 * 1024))
     assert read_available_bytes(tree) == 0
+
+
+STAT_V1 = """cache 1
+rss 1
+shmem 1
+total_cache 700
+total_rss 300
+total_shmem 200
+"""
+STAT_V2 = """anon 300
+file 700
+kernel_stack 16
+shmem 200
+file_mapped 5
+slab_reclaimable 40
+"""
+
+
+def group_v1(path: str, limit: object, used: int) -> dict[str, str]:
+    return {
+        f"fs/memory/{path}memory.limit_in_bytes": f"{limit}\n",
+        f"fs/memory/{path}memory.usage_in_bytes": f"{used}\n",
+        f"fs/memory/{path}memory.stat": STAT_V1,
+        f"fs/memory/{path}memory.failcnt": "12\n",
+        f"fs/memory/{path}memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+    }
+
+
+def group_v2(path: str, limit: object, used: int) -> dict[str, str]:
+    return {
+        f"fs/{path}memory.max": f"{limit}\n",
+        f"fs/{path}memory.current": f"{used}\n",
+        f"fs/{path}memory.stat": STAT_V2,
+        f"fs/{path}memory.events": "low 0\nhigh 0\nmax 12\noom 4\noom_kill 3\n",
+    }
+
+
+PRESSURE = "some avg10=1.50 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 total=1\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "mount", "group", "slab_bytes"),
+    [("4:memory:/a/b\n", V1, group_v1, None), ("0::/a/b\n", V2, group_v2, 40)],
+)
+def test_the_group_that_binds(
+    proc: Tree, own: str, mount: str, group: Group, slab_bytes: int | None
+) -> None:
+    files = {**group("a/b/", "max", 900), **group("a/", 2000, 1100)}
+    files |= {"fs/a/b/memory.pressure": PRESSURE.format(2500000)}
+    files |= {"proc/pressure/memory": PRESSURE.format(7000000)}
+    use = read_memory(proc(own, mount, limits=files))
+    assert use.limit_bytes == 2000
+    assert use.group == Group(2000, 1100, 300, 500, 200, slab_bytes, limit_hits=12, oom_kills=3)
+    assert use.stalled_s == (2.5 if mount is V2 else 7.0)
+
+
+def test_without_a_limit_the_own_group_is_told(proc: Tree) -> None:
+    files = {**group_v2("a/b/", "max", 900), **group_v2("a/", "max", 1100)}
+    use = read_memory(proc("0::/a/b\n", V2, limits=files))
+    assert use.limit_bytes is None
+    assert use.group is not None
+    assert use.group.used_bytes == 900
+    assert use.stalled_s is None
+
+
+def test_a_hierarchy_without_the_memory_controller(proc: Tree) -> None:
+    files = {**group_v1("a/", 5000, 900), "fs/unified/b/memory.pressure": PRESSURE.format(1)}
+    tree = proc("4:memory:/a\n0::/b\n", "/ $/fs/unified rw - cgroup2 c rw", V1, limits=files)
+    use = read_memory(tree)
+    assert use.group is not None
+    assert (use.limit_bytes, use.group.used_bytes, use.stalled_s) == (5000, 900, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "above_limit", "above_used", "expected"),
+    [
+        (4000, 1000, "max", 9000, 4000 - (1000 - 540)),
+        (4000, 1000, 4100, 4000, 4100 - (4000 - 540)),  # others in the parent leave less
+        (4000, 1000, 300, 1000, 0),
+        (4000, 100, "max", 100, 4000),  # never more than the limit
+    ],
+)
+def test_what_groups_leave_when_page_cache_is_reclaimed(
+    proc: Tree, limit: int, used: int, above_limit: object, above_used: int, expected: int
+) -> None:
+    files = {**group_v2("a/b/", limit, used), **group_v2("a/", above_limit, above_used)}
+    assert read_available_bytes(proc("0::/a/b\n", V2, limits=files)) == expected
+
+
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max data size             {}            unlimited            bytes
+Max stack size            8388608              unlimited            bytes
+Max address space         {}            unlimited            bytes
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "space", "expected_kib"),
+    [
+        ("unlimited", "unlimited", 53000),
+        (8000 * 1024, "unlimited", 2000),
+        ("unlimited", 905000 * 1024, 5000),
+        (8000 * 1024, 901000 * 1024, 1000),
+        (1, "unlimited", 0),
+    ],
+)
+def test_limits_of_the_process_itself(
+    proc: Tree, data: object, space: object, expected_kib: int
+) -> None:
+    tree = proc(None, limits={"proc/self/limits": LIMITS.format(data, space)})
+    (tree / "self/status").write_text(STATUS + "VmSize:\t 900000 kB\nVmData:\t 6000 kB\n")
+    assert read_available_bytes(tree) == expected_kib * 1024
+
+
+def test_records_tell_what_has_happened_since_the_last(
+    proc: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {**group_v2("a/", 2**20, 1000), "fs/a/memory.pressure": PRESSURE.format(1000000)}
+    tree = proc("0::/a\n", V2, limits=files)
+    monkeypatch.setattr("optstream.memory.read_memory", lambda: read_memory(tree))
+    meter = MemoryMeter()
+    (tmp_path / "fs/a/memory.events").write_text("max 20\noom_kill 4\n")
+    (tmp_path / "fs/a/memory.pressure").write_text(PRESSURE.format(1250000))
+    record = meter.read()
+    assert (record.limit_hits, record.oom_kills, record.memory_stall_s) == (8, 1, 0.25)
+    assert (record.group_anon_bytes, record.group_file_bytes) == (300, 500)
+    assert record.describe_memory() == (
+        "anonymous memory 3.9 MiB, file 2.0 MiB, shared 1000.0 KiB, limit 1.0 MiB, "
+        "0.25 s short of memory"
+    )
+    (tmp_path / "fs/a/memory.events").write_text("max 1\n")  # of another cgroup
+    record = meter.read()
+    assert (record.limit_hits, record.oom_kills, record.memory_stall_s) == (0, None, 0.0)
 
 
 def test_this_process() -> None:

@@ -57,6 +57,7 @@ def test_the_choice_saves_nearly_all_that_can_be_saved(kind: str) -> None:
 def test_a_budget_is_filled() -> None:
     """The largest that fits, and so on, would leave 40 of 100 and 24 of 124 unused."""
     assert choose_resident([50, 60, 50], 0, 100) == {0, 2}
+    assert choose_resident([1, 1000], 0, 1000) == {1}
     assert choose_resident([62, 50, 50, 62, 50], 0, 124) == {0, 3}
 
 
@@ -121,6 +122,15 @@ def test_what_the_plan_says_of_resident_windows() -> None:
     assert (whole.num_resident, whole.resident_bytes) == (20, plan.data_bytes)
     assert whole.peak_host_bytes == plan.data_bytes + OVERHEAD_BYTES
     assert whole.read_bytes_per_step == whole.written_bytes_per_step == whole.num_slots == 0
+
+
+def test_the_windows_at_the_ends_are_those_that_move() -> None:
+    """Whose reads the slots save; the last window is a small one here."""
+    plan = Plan(2**20).extended([spec("a", (2**17 * 20 + 4096,))])
+    ends = plan.windows[:NUM_SLOTS] + plan.windows[-NUM_SLOTS:]
+    assert plan.read_bytes_per_step == plan.data_bytes - sum(w.data_bytes for w in ends) // 2
+    plan = replace(plan, resident=frozenset({plan.num_windows - 1}))
+    assert plan.read_bytes_per_step == (20 - NUM_SLOTS) * 2**20
 
 
 def test_slots_are_as_large_as_what_moves_and_devices_hold_any_window() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optstream.cli.parser import number_above, ram_budget, whole_number, window_size
-from optstream.training.config import DTYPES, OPTIMIZERS, STORES, TrainConfig
+from optstream.training.config import DTYPES, OPTIMIZERS, STORES, STORES_ON_DRIVE, TrainConfig
 from optstream.training.packages import require_modules
 from optstream.training.stop import StopRequest
 from optstream.units import format_bytes
@@ -89,8 +89,8 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--store",
         choices=STORES,
-        help="direct: files on a drive; memory: the same, in memory; none: the plain optimizer"
-        + _default("store"),
+        help="direct: files on a drive; mapped: the same, in reclaimable page cache; memory: the "
+        "same, in memory; none: the plain optimizer" + _default("store"),
     )
     group.add_argument(
         "--state-dir",
@@ -218,7 +218,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 
         saved = find_checkpoint(args.resume).state.settings
         given = {**saved, "text": [Path(path) for path in saved["text"]], **given}
-    if given.get("store", TrainConfig.store) == "direct":
+    if given.get("store", TrainConfig.store) in STORES_ON_DRIVE:
         given.setdefault("state_dir", _default_state_dir())
     given["text"] = tuple(given.get("text", ()))
     return TrainConfig(**given)
@@ -227,7 +227,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
 def _check_usage(args: argparse.Namespace) -> None:
     """Refuse flags that would do nothing."""
     store = args.store or TrainConfig.store
-    if store != "direct" and args.state_dir is not None:
+    if store not in STORES_ON_DRIVE and args.state_dir is not None:
         args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
     for flag, value in (("--window", args.window_bytes), ("--ram", args.ram)):
         if store == "none" and value is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 Triple = tuple[float, float, float]
@@ -87,11 +88,13 @@ def as_table(coefficients: Triple | tuple[Triple, ...]) -> tuple[Triple, ...]:
     """Return one or several (a, b, c) as a tuple of triples of floats.
 
     Raises:
-        TypeError, ValueError: it is neither.
+        TypeError, ValueError: it is neither, or a number is not finite.
     """
     rows = coefficients if isinstance(coefficients[0], (tuple, list)) else (coefficients,)
     table = []
     for row in rows:
-        a, b, c = row
-        table.append((float(a), float(b), float(c)))
+        a, b, c = map(float, row)
+        if not all(map(math.isfinite, (a, b, c))):
+            raise ValueError(f"{row!r} is not finite")
+        table.append((a, b, c))
     return tuple(table)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from optstream.errors import ConfigError
+from optstream.muon.muon import OPTIONS
 from optstream.muon.roles import Role, roles
 from optstream.muon.splits import block_shapes
 
@@ -49,7 +50,8 @@ def muon_groups(
         table: print `muon_table` of the result.
 
     Raises:
-        ConfigError: a pattern that matches no parameter; a split that does not fit a shape.
+        ConfigError: a pattern that matches no parameter, an option that Muon does not have, a split
+            that does not fit a shape.
     """
     rows = _choices(model, convolutions, overrides or {})
     if table:
@@ -87,7 +89,8 @@ def _choices(
 ) -> list[tuple[Role, dict[str, Any] | None]]:
     """Return each parameter with the options of its group, None for a frozen one."""
     found = roles(model, convolutions)
-    for pattern in overrides:
+    for pattern, options in overrides.items():
+        _check_options(pattern, options)
         if not any(_matches(pattern, role) for role in found):
             raise ConfigError(
                 f"override {pattern!r} matches none of the model's {len(found)} parameters; "
@@ -98,6 +101,15 @@ def _choices(
     ]
     _warn_fused(rows)
     return rows
+
+
+def _check_options(pattern: str, options: Mapping[str, Any]) -> None:
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise ConfigError(
+            f"override {pattern!r}: {unknown[0]!r} is no option of a Muon group; "
+            f"use {', '.join(OPTIONS)}"
+        )
 
 
 def _options(role: Role, overrides: Overrides) -> dict[str, Any]:

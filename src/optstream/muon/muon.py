@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -190,6 +191,7 @@ class Muon(Optimizer):
             foreach=group["foreach"],
             fused=group["fused"],
             amsgrad=False,
+            has_complex=any(map(torch.is_complex, params)),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
@@ -197,3 +199,11 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+
+OPTIONS = tuple(
+    name
+    for name in inspect.signature(Muon).parameters
+    if name not in ("params", "adamw_lr", "adamw_weight_decay")
+)
+"""What a group may say."""

@@ -97,10 +97,10 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
 def _runs(coefficients: tuple[Triple, ...]) -> list[tuple[Triple, ...]]:
     """Cut the steps into runs whose product of slopes stays below `_RUN_SLOPE`."""
     runs: list[tuple[Triple, ...]] = []
-    slope = float("inf")
+    slope = 0.0
     for triple in coefficients:
         slope *= abs(triple[0])
-        if slope > _RUN_SLOPE:
+        if not runs or slope > _RUN_SLOPE:
             runs.append(())
             slope = abs(triple[0])
         runs[-1] = (*runs[-1], triple)

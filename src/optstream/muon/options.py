@@ -53,9 +53,12 @@ def _check_muon_options(group: dict[str, Any]) -> None:
 
 def _check_adamw_options(group: dict[str, Any]) -> None:
     betas = group["betas"]
-    if not (len(betas) == 2 and all(0.0 <= float(beta) < 1.0 for beta in betas)):
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not (pair and all(isinstance(b, (int, float, Tensor)) and 0 <= b < 1 for b in betas)):
         raise _refused("betas", betas, "two numbers in [0, 1)")
     _number(group, "eps", "a number >= 0", low=0.0)
+    if group.get("amsgrad"):  # of a checkpoint
+        raise _refused("amsgrad", True, "torch.optim.AdamW for it: Muon's AdamW groups have none")
     if group["foreach"] and group["fused"]:
         raise ConfigError("foreach=True and fused=True exclude each other; set one of them")
 
@@ -98,7 +101,9 @@ def _number(
     if isinstance(value, Tensor) and option == "lr":
         if value.numel() != 1:
             raise _refused(option, value, allowed)
-        return
+        if value.is_meta:
+            return
+        value = value.item()
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     fits = fits and (low is None or value >= low) and (above is None or value > above)
     if not (fits and (below is None or value < below)):

@@ -23,9 +23,10 @@ _HEADS = {
     "unembed",
 }
 _TOP_LEVEL_HEADS = {"decoder", "fc", "output", "proj_out"}
-# fused projections whose three parts follow each other in every model that uses the name
-_CONCATENATED_QKV = {"Wqkv", "c_attn", "qkv"}
-_MAYBE_FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj", re.IGNORECASE)
+# fused projections whose three parts follow each other in every model that uses the name; c_attn
+# does as a Conv1D (GPT-2), while GPT-BigCode's, a Linear, interleaves the parts of each head
+_CONCATENATED_QKV = {"Wqkv", "qkv"}
+_MAYBE_FUSED = re.compile(r"(?i:qkv|query_key_value|c_attn|in_proj|kv_b_proj)|^Wi$")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -144,7 +145,8 @@ def _linear(name: str, own: str, param: Tensor, transposed: bool) -> Role:
     options: dict[str, Any] = {"transposed": True} if transposed else {}
     out, inputs = param.shape[::-1] if transposed else param.shape
     what = "matrix"
-    if own in _CONCATENATED_QKV and out == 3 * inputs:
+    concatenated = own in _CONCATENATED_QKV or (own == "c_attn" and transposed)
+    if concatenated and out == 3 * inputs:
         options["split"], what = ("equal", 3), "fused QKV"
     elif own == "gate_up_proj" and out % 2 == 0:
         options["split"], what = ("equal", 2), "gate and up"

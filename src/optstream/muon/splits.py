@@ -90,7 +90,7 @@ def as_rule(split: Any) -> tuple[Any, ...] | None:
             pass
         case ("stack",) | ("flatten",):
             pass
-        case ("stack", inner) if inner is None or inner[0] in ("equal", "rows", "grouped"):
+        case ("stack", None | ("equal" | "rows" | "grouped", *_) as inner):
             as_rule(inner)
         case _:
             raise ConfigError(f"split={split!r} is not a rule; use {RULES}")

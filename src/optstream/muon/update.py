@@ -53,17 +53,22 @@ def update_matrices(group: dict[str, Any], param: Tensor, grad: Tensor, buffer: 
     """
     if param.numel() == 0:
         return
-    if group["maximize"]:
-        grad = -grad
-    if group["momentum_mode"] == "ema":
-        buffer.lerp_(grad, 1 - group["momentum"])
-    else:
-        buffer.mul_(group["momentum"]).add_(grad)
+    _add_gradient(group, buffer, grad)
     views = [blocks(t, group["split"], group["transposed"]) for t in (param, grad, buffer)]
     for param_block, grad_block, buffer_block in zip(*views, strict=True):
         chunks = [_batches(block) for block in (param_block, grad_block, buffer_block)]
         for batch in zip(*chunks, strict=True):
             _update_batch(group, *batch)
+
+
+def _add_gradient(group: dict[str, Any], buffer: Tensor, grad: Tensor) -> None:
+    sign = -1 if group["maximize"] else 1
+    if group["momentum_mode"] == "classical":
+        buffer.mul_(group["momentum"]).add_(grad, alpha=sign)
+    elif sign == 1:
+        buffer.lerp_(grad, 1 - group["momentum"])
+    else:  # the same bits as for -grad, without a copy of it
+        buffer.neg_().lerp_(grad, 1 - group["momentum"]).neg_()
 
 
 def _update_batch(group: dict[str, Any], param: Tensor, grad: Tensor, buffer: Tensor) -> None:
@@ -86,9 +91,10 @@ def _update_batch(group: dict[str, Any], param: Tensor, grad: Tensor, buffer: Te
 
 
 def _look_ahead(group: dict[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
+    update = -grad if group["maximize"] else grad.clone()
     if group["momentum_mode"] == "ema":
-        return grad.lerp(buffer, group["momentum"])
-    return grad.add(buffer, alpha=group["momentum"])
+        return update.lerp_(buffer, group["momentum"])
+    return update.add_(buffer, alpha=group["momentum"])
 
 
 def _decay(group: dict[str, Any], param: Tensor, update: Tensor) -> None:

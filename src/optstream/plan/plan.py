@@ -39,6 +39,8 @@ class Plan:
 
     Attributes:
         resident: indices of the windows that stay in memory between steps.
+        cached: the others are page cache and need no slots. What moves is then the most: windows
+            that are still in memory are not read, and where all of them fit nothing is written.
         exchange_bytes: buffers for what is sent to other ranks.
     """
 
@@ -46,6 +48,7 @@ class Plan:
     params: tuple[ParamSpec, ...] = ()
     windows: tuple[Window, ...] = ()
     resident: frozenset[int] = frozenset()
+    cached: bool = False
     exchange_bytes: int = 0
 
     def extended(self, params: Sequence[ParamSpec]) -> Plan:
@@ -82,7 +85,7 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        return min(NUM_SLOTS, len(self.streamed))
+        return 0 if self.cached else min(NUM_SLOTS, len(self.streamed))
 
     @cached_property
     def slot_bytes(self) -> int:

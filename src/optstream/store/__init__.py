@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from optstream.errors import ConfigError
 from optstream.store.base import PAGE_BYTES, Store, WindowFile
 from optstream.store.direct import Direct
+from optstream.store.mapped import Mapped
 from optstream.store.memory import Memory
 
 __all__ = ["PAGE_BYTES", "Store", "WindowFile", "open_store"]
@@ -16,6 +17,7 @@ Directory = str | os.PathLike[str]
 
 _KINDS: dict[str, Callable[[Sequence[Directory]], Store]] = {
     "direct": Direct,
+    "mapped": Mapped,
     "memory": lambda directories: Memory(),
 }
 
@@ -24,7 +26,7 @@ def open_store(kind: str, directories: Directory | Sequence[Directory]) -> Store
     """Return a new, empty store; nothing is made or checked on a drive before `reserve`.
 
     Args:
-        kind: "direct" or "memory".
+        kind: "direct", "mapped" or "memory".
         directories: one path or several; "memory" uses none of them.
 
     Raises:

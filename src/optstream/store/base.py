@@ -99,6 +99,10 @@ class Store(ABC):
     in_place: bool = False
     """True: the state is updated where `view` shows it, so there are no slots and no transfers."""
 
+    cached: bool = False
+    """True: the state is updated where `view` shows it, in pages of a file, which the kernel may
+    write back and reclaim; `prepare_write` and `bring_in` come before, `write_back` behind."""
+
     @abstractmethod
     def reserve(self, files: Sequence[WindowFile]) -> None:
         """Make room for more windows, after those already reserved, and write their headers.
@@ -155,6 +159,8 @@ class Store(ABC):
     def prepare_write(self, window: int) -> None:
         """Be told that all of a window is about to be written; a frozen one gets its fresh file.
 
+        Where `cached` it comes before `view`, and the fresh file is a copy.
+
         Raises:
             WindowWriteError: there is none, and the drive refuses one.
         """
@@ -169,8 +175,37 @@ class Store(ABC):
         """
         return False
 
+    def bring_in(self, window: int) -> int:
+        """Bring all of a window into memory, so that an update does not wait for the drive.
+
+        Ordering: after `prepare_write`.
+
+        Returns:
+            Bytes that were not in memory.
+
+        Raises:
+            WindowReadError: with file, offset, bytes and errno.
+        """
+        return 0
+
+    def write_back(self, window: int) -> int:
+        """Write all of a window to the drive, so that the kernel can reclaim its pages at once.
+
+        Ordering: no update of the window is under way.
+
+        Returns:
+            Bytes that were written.
+
+        Raises:
+            WindowWriteError: with file, offset, bytes and errno; the bytes are still in memory.
+        """
+        return 0
+
     def view(self, window: int) -> memoryview:
-        """Return the window's data itself (where `in_place`), writable, valid until `close`."""
+        """Return the window's data itself (where `in_place` or `cached`), writable.
+
+        It stays valid while anybody holds it; it is the window until the next `freeze` or `adopt`.
+        """
         raise AssertionError(f"{type(self).__name__} has no windows in place")
 
     @property

@@ -7,6 +7,8 @@ What a filesystem cannot do is found at the first file and announced once:
     nameless files       | named ones in a private directory (see claim.py)
     O_DIRECT             | buffered transfers, their page cache dropped at once
     fallocate            | zeros written over the whole file
+
+Files of a store that keeps them in the page cache (`cached`) are mapped; they do no direct I/O.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from pathlib import Path
 
 import xxhash
 
-from optstream.errors import DigestError, WindowWriteError
+from optstream.errors import DigestError, StoreError, WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
 from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
 from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
+from optstream.store.pages import map_shared
 from optstream.store.transfer import read_whole, write_whole
 
 _NO_NAMELESS_FILES = {EOPNOTSUPP, EISDIR, ENOENT, EINVAL}
@@ -47,6 +50,8 @@ class LiveFile:
         path: None for a nameless file.
         name: the file in words, for errors.
         direct: transfers bypass the page cache; else they are flushed and dropped from it.
+        cached: what is written stays in the page cache, to be flushed by others.
+        view: the data, mapped shared, where `cached`; it may outlive the file.
         snapshot: the frozen form that was handed out last.
         adopted: it came from a checkpoint; what is read is held against its digest.
         digests: xxh3 of what was written, by offset in the data; the header's at -header_bytes.
@@ -60,6 +65,8 @@ class LiveFile:
     snapshot: weakref.ref[FrozenFile] | None = None
     adopted: bool = False
     digests: dict[int, int] = field(default_factory=dict)
+    cached: bool = False
+    view: memoryview | None = None
 
     def read(self, offset: int, buffer: memoryview) -> None:
         position = self.header_bytes + offset
@@ -74,7 +81,7 @@ class LiveFile:
         assert not self.frozen, self.name
         write_whole(self.fd, buffer, position, self.name)
         self.digests[offset] = xxhash.xxh3_64_intdigest(buffer)
-        if not self.direct:
+        if not self.direct and not self.cached:
             self._drop_cache(position, len(buffer))
 
     def _drop_cache(self, position: int, num_bytes: int) -> None:
@@ -102,6 +109,22 @@ class LiveFile:
         own_links = 0 if self.path is None else 1
         return self.snapshot() is not None or os.fstat(self.fd).st_nlink > own_links
 
+    def map(self) -> None:
+        """Make `view`.
+
+        Raises:
+            StoreError: the filesystem or a limit does not allow it.
+        """
+        try:
+            self.view = map_shared(self.fd, os.fstat(self.fd).st_size)[self.header_bytes :]
+        except OSError as error:
+            number = error.errno or EIO
+            raise StoreError(
+                number,
+                f"{self.name} cannot be mapped: {os.strerror(number)}; raise the limits of this "
+                'process (ulimit -v, vm.max_map_count), or use store="direct"',
+            ) from error
+
     def use_page_cache(self) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -115,7 +138,7 @@ class LiveFile:
 
     def abandon(self) -> None:
         """Close the file and leave it as it is: in a forked child it is the parent's."""
-        self.path = None
+        self.path = self.view = None
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
@@ -124,17 +147,25 @@ class LiveFile:
 class Drive:
     """One directory that window files are made in."""
 
-    def __init__(self, directory: Path, announce: Callable[[str], None] = log.warning) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        announce: Callable[[str], None] = log.warning,
+        *,
+        cached: bool = False,
+    ) -> None:
         """Name the directory; nothing is touched.
 
         Args:
             announce: is told, once each, what the filesystem cannot do and what is done instead.
+            cached: make files that are mapped, not ones for direct I/O.
         """
         self.directory = directory
         self._announce = announce
+        self._cached = cached
         self._made: list[Path] = []
         self._claim: Claim | None = None
-        self._direct = True
+        self._direct = not cached
         self._num_named = 0
         self._warned: set[str] = set()
 
@@ -162,6 +193,8 @@ class Drive:
                     raise
                 self._use_page_cache("the filesystem refuses O_DIRECT", live)
                 self._fill(live, file)
+            if self._cached:
+                live.map()
         except BaseException:
             live.remove()
             raise
@@ -203,7 +236,7 @@ class Drive:
                     raise
                 continue
             name = str(path or f"{self.directory} (nameless file of window {window})")
-            live = LiveFile(fd, path, name, header_bytes, self._direct)
+            live = LiveFile(fd, path, name, header_bytes, self._direct, cached=self._cached)
             self._check_alignment(live)
             if self._copies_on_write:
                 linux.overwrite_in_place(fd)

@@ -1,14 +1,18 @@
-"""Windows in this process's memory: no transfers, for comparison and for hosts with room."""
+"""Windows in this process's memory: no transfers, for comparison and for hosts with room.
+
+With an accelerator the windows are pinned where they are (stream/lane.py), so at their exact size.
+"""
 
 from __future__ import annotations
 
 import errno
-import mmap
+import os
 from collections.abc import Iterable, Sequence
 
 from optstream.errors import ClosedError, OutOfSpaceError
 from optstream.memory import read_available_bytes
-from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile, freeze_copy
+from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
+from optstream.store.pages import map_private
 from optstream.units import format_bytes
 
 
@@ -22,6 +26,7 @@ class Memory(Store):
         # reference unmaps just as well
         self._windows: list[memoryview] | None = []
         self._specs: list[WindowFile] = []
+        self._process = os.getpid()
 
     def reserve(self, files: Sequence[WindowFile]) -> None:
         windows = self._open_windows()
@@ -30,7 +35,7 @@ class Memory(Store):
         if needed_bytes > available_bytes:
             raise _too_large(needed_bytes, available_bytes)
         try:
-            windows += [_map(file.data_bytes) for file in files]
+            windows += [map_private(file.data_bytes) for file in files]
             self._specs += files
         except OSError as error:
             raise _too_large(needed_bytes, available_bytes) from error
@@ -67,15 +72,13 @@ class Memory(Store):
         self._windows = None
 
     def _open_windows(self) -> list[memoryview]:
+        if self._process != os.getpid():
+            raise ClosedError(
+                "the state belongs to the parent process; a forked child cannot use it"
+            )
         if self._windows is None:
             raise ClosedError("the store was closed and its memory given back")
         return self._windows
-
-
-def _map(num_bytes: int) -> memoryview:
-    # without flags Python maps shared memory, which counts as shmem
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, max(num_bytes, PAGE_BYTES), flags=flags))[:num_bytes]
 
 
 def _too_large(needed_bytes: int, available_bytes: int) -> OutOfSpaceError:

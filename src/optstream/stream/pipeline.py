@@ -17,9 +17,10 @@ from torch import Tensor
 
 from optstream.errors import WindowIOError
 from optstream.memory import read_available_bytes
-from optstream.plan import Plan, aligned
-from optstream.store.base import PIECE_BYTES, FrozenFile, Store, WindowFile, freeze_copy
+from optstream.plan import Plan
+from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
 from optstream.stream import lane as lanes
+from optstream.stream.part import read_part
 from optstream.stream.resident import Resident
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
 from optstream.stream.transfers import Transfers
@@ -129,17 +130,7 @@ class Stream:
             slot = self._holding(window)
             if slot is not None:
                 return slot.tensor[offset : offset + num_bytes].clone()
-        # whole pieces: what comes from a checkpoint is held against their digests
-        first = offset // PIECE_BYTES * PIECE_BYTES
-        end = min(aligned(offset + num_bytes, PIECE_BYTES), self._store.file(window).data_bytes)
-        copy = allocate(min(end - first, PIECE_BYTES))
-        found = torch.empty(num_bytes, dtype=torch.uint8)
-        for start in range(first, end, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, end)
-            self._store.read(window, start, copy.memory[: stop - start])
-            low, high = max(start, offset), min(stop, offset + num_bytes)
-            found[low - offset : high - offset] = copy.tensor[low - start : high - start]
-        return found
+        return read_part(self._store, window, offset, num_bytes)
 
     def replace(self, windows: Iterable[int]) -> None:
         """Take these windows, and no others, as stored; what slots held is no longer the state.

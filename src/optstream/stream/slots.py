@@ -11,13 +11,14 @@ only copy.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
+
+from optstream.store.pages import map_private
 
 PAGE_BYTES = 4096
 NEVER = 2**62
@@ -64,15 +65,9 @@ def allocate(num_bytes: int) -> Slot:
 
 def allocate_memory(num_bytes: int) -> memoryview:
     """Return private, page-aligned memory whose pages are all there already."""
-    num_bytes = max(num_bytes, PAGE_BYTES)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    # a data loader forks while transfers are under way: before Linux 6.3 their pages could end up
-    # in the child (open(2), NOTES on O_DIRECT)
-    memory.madvise(mmap.MADV_DONTFORK)
+    memory = map_private(max(num_bytes, PAGE_BYTES))
     torch.frombuffer(memory, dtype=torch.uint8).zero_()
-    return memoryview(memory)
+    return memory
 
 
 def view(memory: memoryview) -> Slot:

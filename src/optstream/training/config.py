@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Store = Literal["direct", "memory", "none"]
+Store = Literal["direct", "mapped", "memory", "none"]
 Dtype = Literal["float32", "bfloat16"]
-STORES: tuple[Store, ...] = ("direct", "memory", "none")
+STORES: tuple[Store, ...] = ("direct", "mapped", "memory", "none")
+STORES_ON_DRIVE: tuple[Store, ...] = ("direct", "mapped")
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 OPTIMIZERS = ("muon", "adamw")
 

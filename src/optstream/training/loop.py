@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from optstream.distributed.ranks import Ranks
 from optstream.errors import OffloadError
-from optstream.memory import read_memory
+from optstream.memory import MemoryMeter
 from optstream.training.config import TrainConfig
 from optstream.training.models import LanguageModel
 from optstream.training.optimizers import Rates
@@ -62,6 +62,7 @@ def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator
         lambda step: learning_rate_share(step, config.steps),
         last_epoch=job.first_step - 1,
     )
+    memory = MemoryMeter()
     job.model.module.train()
     torch.manual_seed(config.seed)
     if job.rng is not None:
@@ -86,8 +87,8 @@ def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator
             total_s=time.perf_counter() - start,
             optimizer_s=optimizer_s,
             save_s=save_s,
-            anon_bytes=read_memory().anon_bytes,
             **asdict(cost),
+            **asdict(memory.read()),
         )
         if stopping:
             return

@@ -123,6 +123,11 @@ def place(plan: RunPlan) -> str:
     resident = ""
     if plan.resident_bytes:
         resident = f"{format_bytes(plan.resident_bytes)} of it resident in memory, "
+    if config.store == "mapped":
+        return (
+            f"{windows} in files at {config.state_dir} and their page cache (--store mapped), "
+            f"{resident}other memory for it at most {format_bytes(plan.peak_host_bytes)}"
+        )
     return (
         f"{windows} on the drive at {config.state_dir} (--store {config.store}), {resident}"
         f"host buffers at most {format_bytes(plan.peak_host_bytes)}"
@@ -135,7 +140,7 @@ def _measures(record: StepRecord) -> str:
     drive += f", saved in {record.save_s * 1e3:.0f} ms" if record.save_s else ""
     return (
         f"loss {record.loss:.3f}, {record.num_tokens / record.total_s:,.0f} tokens/s{drive}, "
-        f"anonymous memory {format_bytes(record.anon_bytes)}"
+        f"{record.describe_memory()}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optstream.memory import MemoryRecord
 from optstream.training.config import TrainConfig
 from optstream.training.optimizers import Rates
 
@@ -31,8 +32,8 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step as measured; a line of the metrics file."""
+class StepRecord(MemoryRecord):
+    """One step as measured; a line of the metrics file. Memory is that after the step."""
 
     step: int
     """Counted from 1."""
@@ -52,8 +53,6 @@ class StepRecord:
     """In which the update did nothing but wait for other ranks; 0 in one process."""
     read_bytes: int
     written_bytes: int
-    anon_bytes: int
-    """Anonymous memory of the process after the step."""
 
 
 class Totals:

@@ -1,0 +1,135 @@
+"""The stream of a store whose windows are pages of files: nothing is copied to slots.
+
+Resident windows are apart from that: they have memory of their own, and a save writes them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from optstream.memory import read_available_bytes
+from optstream.plan import Plan
+from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
+from optstream.stream import lane as lanes
+from optstream.stream.page_cache import PageCache
+from optstream.stream.part import read_part
+from optstream.stream.resident import Resident
+from optstream.stream.slots import Slot, view
+from optstream.stream.transfers import Transfers
+
+
+class PagedStream:
+    """Joins a plan's windows, a `cached` store and the update; its methods are those of Stream."""
+
+    def __init__(self, store: Store, io_threads: int) -> None:
+        self._store = store
+        self._plan = Plan(window_bytes=0)
+        self._lanes = lanes.Lanes()
+        self._changed = threading.Condition()
+        self._transfers = Transfers(store, io_threads, self._changed, then=lanes.nothing)
+        self._resident = Resident(store, self._transfers, self._changed)
+        self.counters = self._transfers.counters
+        self._pages = PageCache(store, io_threads, self.counters)
+
+    def extend(self, plan: Plan, files: Sequence[WindowFile]) -> None:
+        self.drain()
+        room = self._resident.make_room(plan)
+        self._store.reserve(files)
+        self._lanes.drop()
+        self._resident.extend(plan, room)
+        self._plan = plan
+        self._transfers.open(self._store.num_drives)
+
+    def windows(
+        self, order: Sequence[int], devices: Mapping[int, torch.device]
+    ) -> Generator[tuple[int, Tensor], None, None]:
+        self._pages.retry()
+        self.check()
+        paged = [window for window in order if window not in self._resident]
+        self._pages.start(self._plan, paged, self._transfers.stored)
+        unloaded: list[lanes.Wait] = []
+        try:
+            for window in order:
+                slot = self._acquire(window)
+                # pages are not pinned: the kernel could not reclaim them
+                lane = self._lanes.get(
+                    devices[window], self._plan.largest_bytes, self._resident.hosts
+                )
+                buffer = lane.load(slot.tensor)
+                lane.wait_loaded()
+                yield window, buffer
+                unloaded.append(lane.unload(slot.tensor))
+                self._release(slot, window, unloaded[-1])
+        except BaseException:
+            self._lanes.settle()
+            self._pages.settle()
+            self._resident.abandon()
+            raise
+        for wait in unloaded:
+            wait()
+        self._pages.start(self._plan, paged[::-1], self._transfers.stored)
+
+    def freeze(self) -> dict[int, FrozenFile]:
+        self._pages.write_back()
+        errors = {**self._pages.errors, **self._resident.save()}
+        num_bytes = sum(self._store.file(window).file_bytes for window in errors)
+        if num_bytes > read_available_bytes():
+            raise next(iter(errors.values()))
+        frozen = self._store.freeze(sorted(self._transfers.stored - errors.keys()))
+        for window in errors:
+            slot, file = self._resident.holding(window), self._store.file(window)
+            data = slot.memory if slot else self._store.view(window)
+            frozen[window] = freeze_copy(file, data, f"window {window} in memory")
+        return frozen
+
+    def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
+        self._pages.settle()
+        slot = self._resident.holding(window)
+        if slot is not None:
+            return slot.tensor[offset : offset + num_bytes].clone()
+        return read_part(self._store, window, offset, num_bytes)
+
+    def replace(self, windows: Iterable[int]) -> None:
+        self._pages.forget()
+        self._resident.forget()
+        self._transfers.stored = set(windows)
+
+    def drain(self) -> None:
+        self._pages.settle()
+        self._pages.retry()
+        self.check()
+
+    def check(self) -> None:
+        self._pages.collect()
+        if self._pages.errors:
+            raise next(iter(self._pages.errors.values()))
+
+    def close(self) -> None:
+        self._pages.close()
+        self._transfers.close()
+        try:
+            self._lanes.drop()
+            self._lanes.unpin()
+            self._resident.close()
+        finally:
+            self._store.close()
+
+    def _acquire(self, window: int) -> Slot:
+        if window in self._resident:
+            return self._resident.acquire(window)
+        self._pages.wait(window)
+        slot = view(self._store.view(window))
+        if window not in self._transfers.stored:
+            slot.tensor.zero_()
+        return slot
+
+    def _release(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
+        if window in self._resident:
+            self._resident.release(slot, window, ready)
+        else:
+            self._transfers.stored.add(window)
+            self._pages.updated(window, ready)

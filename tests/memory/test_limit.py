@@ -1,0 +1,59 @@
+"""The experiment of the field: the same training under a memory limit, in memory and streamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optstream.mounts import find_mount
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory_limit.py"
+STATE = "256MiB"
+MIB = 2**20
+
+
+def survival(directory: Path, limit_by: str) -> dict[str, dict[str, Any]]:
+    """Return how each training ended: "unlimited", "plain", "direct", "mapped"."""
+    mount = find_mount(directory)
+    if mount is None or mount.kind in {"tmpfs", "ramfs"}:
+        pytest.skip("the temporary directory is in memory; give pytest --basetemp on a drive")
+    arguments = ["--only", "survival", "--state", STATE, "--window", "2MiB", "--threads", "1"]
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory), *arguments, "--limit-by", limit_by, "--json"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    if result.stdout.startswith("skipped: "):
+        pytest.skip(result.stdout.removeprefix("skipped: ").strip())
+    unlimited, *limited = json.loads(result.stdout)
+    assert list(directory.iterdir()) == []
+    return {"unlimited": unlimited} | {outcome["kind"]: outcome for outcome in limited}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_by", ["cgroup", "rlimit"])
+def test_only_streamed_training_survives(limit_by: str, tmp_path: Path) -> None:
+    ended = survival(tmp_path, limit_by)
+    assert ended["unlimited"]["ended"] == "finished"
+    assert ended["unlimited"]["anon_bytes"] > 256 * MIB
+    if limit_by == "cgroup":
+        assert ended["plain"]["ended"] == "killed by the kernel"
+    else:
+        assert "memory" in ended["plain"]["ended"]
+    for kind in ("direct", "mapped"):
+        outcome = ended[kind]
+        assert outcome["ended"] == "finished", kind
+        assert outcome["losses"] == ended["unlimited"]["losses"], kind
+        assert outcome["anon_bytes"] <= outcome["bound_bytes"] < 128 * MIB, kind
+    if limit_by == "cgroup":
+        # what is kept of 256 MiB that were written and read four times
+        assert ended["direct"]["cache_bytes"] < 8 * MIB
+        assert ended["mapped"]["cache_bytes"] > 64 * MIB
