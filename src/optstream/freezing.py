@@ -56,13 +56,15 @@ class Freezer:
         manifest = Manifest(
             optimizer=f"{kind.__module__}.{kind.__qualname__}",
             step=step,
-            world_size=1,
+            rank_windows=(state.plan.num_windows,),
             piece_bytes=PIECE_BYTES,
             groups=tuple(self._groups()),
             params=dict(self._params()),
             windows=tuple(
                 StoredWindow(
-                    file=f"rank00000/window{window:05d}.safetensors" if window in files else "",
+                    file=f"rank{state.ranks.rank:05d}/window{window:05d}.safetensors"
+                    if window in files
+                    else "",
                     header_bytes=files[window].header_bytes if window in files else 0,
                     data_bytes=state.plan.windows[window].data_bytes,
                     digests=files[window].ordered_digests() if window in files else (),

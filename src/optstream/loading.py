@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optstream.checkpoint.directory import open_checkpoint, verify
+from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import check_class, check_groups, check_shapes, compare, fitting
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.errors import WindowIOError
+from optstream.errors import RankError, WindowIOError
 from optstream.layout import hyperparameters
 from optstream.state import StreamedState
 from optstream.store.base import PIECE_BYTES
@@ -35,20 +36,44 @@ class Loader:
             CheckpointError: not a whole checkpoint, or it does not fit; nothing was changed.
             WindowReadError: bytes are not what was written.
         """
-        snapshot = open_checkpoint(path.absolute())
-        manifest, source = snapshot.manifest, f"checkpoint {path}"
-        check_class(source, manifest.optimizer, self._optimizer, strict)
-        states = {name: snapshot.state(name) for name in manifest.params}
-        self.check(source, manifest.groups, states, strict)
-        shapes = {name: param.shape for name, param in manifest.params.items()}
-        check_shapes(source, shapes, self._state.plan.params)
-        if check:
-            verify(snapshot)
-        if not self._adopt(snapshot):
-            if not check:
-                verify(snapshot)
-            self.put(source, manifest.groups, states)
+        source = f"checkpoint {path}"
+        with self._state.ranks.together():
+            snapshot = open_checkpoint(path.absolute())
+            manifest = snapshot.manifest
+            check_class(source, manifest.optimizer, self._optimizer, strict)
+            states = {name: snapshot.state(name) for name in manifest.params}
+            self.check(source, manifest.groups, states, strict)
+            shapes = {name: param.shape for name, param in manifest.params.items()}
+            check_shapes(source, shapes, self._state.plan.params)
+            if check:
+                verify(snapshot, self._windows_needed(manifest))
+        with self.on_all_ranks(source):
+            if not self._adopt(snapshot):
+                if not check:
+                    verify(snapshot, self._windows_needed(manifest))
+                self.put(source, manifest.groups, states)
         return manifest.step
+
+    def _windows_needed(self, manifest: Manifest) -> set[int]:
+        """Return the windows of a checkpoint that hold what this rank keeps."""
+        stored = (manifest.params.get(spec.name) for spec in self._state.plan.params)
+        return {
+            piece.window
+            for param in stored
+            if param is not None
+            for tensor in param.tensors.values()
+            for piece in tensor.pieces
+        }
+
+    @contextlib.contextmanager
+    def on_all_ranks(self, source: str) -> Iterator[None]:
+        """Replace the state in a block; where that fails on one rank, no rank goes on with it."""
+        try:
+            with self._state.ranks.together():
+                yield
+        except RankError:
+            self._state.broken = self._state.broken or _broken(source)
+            raise
 
     def check(
         self,
@@ -78,7 +103,7 @@ class Loader:
         specs = enumerate(self._state.plan.params)
         given = {i: fitting(spec, state) for i, spec in specs if (state := states.get(spec.name))}
         self._of_today(given)
-        self._state.broken = f"loading {source} failed half-way; load it, or a checkpoint, again"
+        self._state.broken = _broken(source)
         self._state.put(given)
         self._set_groups(groups)
         self._state.broken = ""
@@ -116,9 +141,11 @@ class Loader:
         with contextlib.suppress(WindowIOError):  # of the state that is about to go
             self._state.stream.drain()
         assert snapshot.directory is not None
+        mine = manifest.windows_of(self._state.ranks.rank)
         files = {
-            window: (snapshot.directory / manifest.windows[window].file, file.digests)
+            window - mine.start: (snapshot.directory / manifest.windows[window].file, file.digests)
             for window, file in snapshot.files.items()
+            if window in mine
         }
         if not self._state.store.adopt(files):
             return False
@@ -135,8 +162,13 @@ class Loader:
         return (
             snapshot.directory is not None
             and manifest.piece_bytes == PIECE_BYTES
-            and len(manifest.windows) == self._state.plan.num_windows
+            and manifest.world_size == self._state.ranks.size
+            and len(manifest.windows_of(self._state.ranks.rank)) == self._state.plan.num_windows
         )
+
+
+def _broken(source: str) -> str:
+    return f"loading {source} failed half-way; load it, or a checkpoint, again"
 
 
 def _record(snapshot: Snapshot, name: str) -> Record:

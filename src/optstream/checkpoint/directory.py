@@ -1,13 +1,4 @@
-"""Checkpoints on a filesystem: a directory that is there whole, or not at all.
-
-    PATH.tmp/                  made and locked by the save; unlocked: a dead run's, removed
-      rank00000/window00000.safetensors ...   links to the frozen files, or copies (`placing`)
-      manifest.json            last, when all files are durable
-    PATH.tmp -> PATH           in one step (`staging`)
-
-Ordering: files, then their directory, then the manifest, then the rename, then the parent are made
-durable.
-"""
+"""Checkpoints on a filesystem: where one may be made, and how one is opened and verified."""
 
 from __future__ import annotations
 
@@ -15,13 +6,13 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
-from optstream import durable
 from optstream.checkpoint.manifest import Manifest
-from optstream.checkpoint.placing import pieces, place
+from optstream.checkpoint.placing import pieces
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.checkpoint.staging import MANIFEST, commit, replaced_path, staged
+from optstream.checkpoint.staging import MANIFEST, replaced_path
 from optstream.errors import CheckpointError, OutOfSpaceError, StoreError
 from optstream.store.base import FrozenFile
 from optstream.store.live import check_digest
@@ -62,37 +53,6 @@ def check_space(path: Path, needed_bytes: int) -> None:
         )
 
 
-def publish(snapshot: Snapshot, path: Path) -> None:
-    """Make a snapshot a checkpoint at `path`; an older one there stays until the new one is whole.
-
-    Raises:
-        StoreError: another save to this path is under way, or the filesystem refuses; what was at
-            `path` before is still there.
-    """
-    manifest = snapshot.manifest.to_json()
-    try:
-        _publish(snapshot, manifest, path)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(error.errno, f"cannot save to {path}: {error}") from error
-
-
-def _publish(snapshot: Snapshot, manifest: bytes, path: Path) -> None:
-    with staged(path) as staging:
-        for window, file in snapshot.files.items():
-            target = staging / snapshot.manifest.windows[window].file
-            if not target.parent.is_dir():
-                target.parent.mkdir(mode=0o700)
-            place(file, target)
-        for folder in {(staging / window.file).parent for window in snapshot.manifest.windows}:
-            if folder.is_dir():
-                durable.sync(folder)
-        durable.write_file(staging / MANIFEST, manifest)
-        durable.sync(staging)
-        commit(staging, path)
-
-
 def open_checkpoint(path: Path) -> Snapshot:
     """Open a checkpoint; its structure is checked, its bytes are not read (see `verify`).
 
@@ -126,14 +86,19 @@ def open_checkpoint(path: Path) -> Snapshot:
     return Snapshot(manifest, files, path)
 
 
-def verify(snapshot: Snapshot) -> None:
+def verify(snapshot: Snapshot, windows: Iterable[int] | None = None) -> None:
     """Read every byte and hold it against its digest.
+
+    Args:
+        windows: only these.
 
     Raises:
         WindowReadError: the first piece that is not what was written, or cannot be read.
     """
     buffer = memoryview(bytearray(snapshot.manifest.piece_bytes))
-    for file in snapshot.files.values():
+    chosen = snapshot.files.keys() if windows is None else snapshot.files.keys() & set(windows)
+    for window in sorted(chosen):
+        file = snapshot.files[window]
         for offset, piece in pieces(file, buffer):
             check_digest(piece, file.digests[offset], file.name, file.header_bytes + offset)
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
