@@ -44,6 +44,14 @@ def test_ram_saves_traffic_and_is_part_of_the_advice(command):
     assert ', ram="40%")' in command("plan", "1B", "--ram", "40%").out
 
 
+def test_memory_that_is_left_is_offered(command):
+    out = command("plan", "7B", "--memory", "64GiB").out
+    spare = out.split('ram="')[1].split("GiB")[0]
+    assert command("plan", "7B", "--memory", "64GiB", "--ram", f"{spare}GiB").code == 0
+    assert "would spare" not in command("plan", "7B", "--memory", "64GiB", "--ram", "1GiB").out
+    assert "would spare" not in command("plan", "7B").out
+
+
 def test_ranks(command):
     argv = ("plan", "1B", "--ranks", "4", "--ranks-per-node", "2", "--space", "1TB")
     facts = json.loads(command(*argv, "--json").out)

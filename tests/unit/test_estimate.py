@@ -243,6 +243,21 @@ def test_what_fits_and_what_does_not() -> None:
     assert Check("x", 1, 1, "").fits
 
 
+def test_memory_to_spare() -> None:
+    (plan,) = estimate(Node()).plans
+    assert estimate(Node()).spare_bytes(0) == 0
+    assert estimate(Node(memory_bytes=2**30)).spare_bytes(0) == 0
+    memory = Node(memory_bytes=plan.peak_host_bytes + 5 * 2**30)
+    assert estimate(memory).spare_bytes(0) == 4 * 2**30
+    assert estimate(memory).spare_bytes(2**30) == 3 * 2**30
+    both = estimate(Node(memory_bytes=40 * 2**30), 2, 2)
+    host_bytes = sum(plan.peak_host_bytes for plan in both.plans)
+    assert both.spare_bytes(0) == (36 * 2**30 - host_bytes) // 2
+    half = estimate(Node()).with_ram(plan.data_bytes // 2)
+    assert 0 < half.plans[0].resident_bytes <= plan.data_bytes // 2
+    assert half.moved_bytes_per_step < 0.6 * estimate(Node()).moved_bytes_per_step
+
+
 def test_open_files() -> None:
     num_windows = estimate(Node()).plans[0].num_windows
     few, enough = Node(open_files=2 * num_windows), Node(open_files=2 * num_windows + 128)

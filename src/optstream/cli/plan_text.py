@@ -72,6 +72,7 @@ def text(args: argparse.Namespace, model: ModelShape, estimate: Estimate) -> str
         *_time_rows(estimate),
         *(("fits" if check.fits else "does not fit", sentence(check)) for check in estimate.checks),
         ("use", _use(args, estimate)),
+        *_ram_rows(args, model, estimate),
     ]
     return align(rows)
 
@@ -113,6 +114,21 @@ def _time_rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
         yield "a day", f"writes {format_bytes(estimate.written_bytes_per_day)} to a node's drives"
     if estimate.endurance_days is not None:
         yield "", f"they are rated for {estimate.endurance_days:,.0f} days of that"
+
+
+def _ram_rows(
+    args: argparse.Namespace, model: ModelShape, estimate: Estimate
+) -> Iterator[tuple[str, str]]:
+    """Yield what memory that is left could do, where `--ram` did not ask for any."""
+    model_bytes = 2 * model.num_bytes if args.device == "cpu" else 0
+    spare_gib = estimate.spare_bytes(model_bytes) >> 30
+    if spare_gib == 0 or any(plan.num_resident for plan in estimate.plans):
+        return
+    other = estimate.with_ram(spare_gib << 30)
+    saved = estimate.moved_bytes_per_step - other.moved_bytes_per_step
+    if saved > 0:
+        share = saved / estimate.moved_bytes_per_step
+        yield "", f'ram="{spare_gib}GiB" would spare {share:.0%} of what a step moves'
 
 
 def sentence(check: Check) -> str:
