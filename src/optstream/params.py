@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.codecs import EXACT, CodecChoice
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
+from optstream.format import is_dense
 from optstream.layout import Layout, find_layout, is_streamed
 from optstream.plan import MASTER, ParamSpec, StateTensor
 from optstream.rule import ELEMENTWISE, is_elementwise
@@ -62,16 +64,22 @@ class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
     def __init__(
-        self, optimizer: Optimizer, master_weights: bool, device: str | None = None
+        self,
+        optimizer: Optimizer,
+        master_weights: bool,
+        device: str | None = None,
+        codecs: CodecChoice | None = None,
     ) -> None:
         """Take an optimizer whose groups may grow later.
 
         Args:
             device: where the parameters will be, for those that are on the meta device now.
+            codecs: how state is stored; None: all exact.
         """
         self._optimizer = optimizer
         self._master_weights = master_weights
         self._device = device
+        self._codecs = codecs or CodecChoice(EXACT)
         # an optimizer whose kernels know real devices only has a method that gives another one,
         # which keeps the same state
         self._probed = getattr(optimizer, "layout_twin", lambda: optimizer)()
@@ -101,13 +109,20 @@ class Describer:
             shape=tuple(param.shape),
             dtype=param.dtype,
             device=self._device or str(param.device),
-            states=states,
+            states=tuple(self._encoded(name, param, state) for state in states),
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
         )
+
+    def _encoded(self, name: str, param: Tensor, state: StateTensor) -> StateTensor:
+        is_master = state.key == MASTER
+        if is_master and not is_dense(tuple(param.shape), param.stride()):
+            return state  # it shares no order of memory with its master
+        of_master = param.dtype if is_master else None
+        return replace(state, codec=self._codecs.choose(name, state.key, state.dtype, of_master))
 
     @property
     def advances_groups(self) -> bool:
