@@ -26,6 +26,7 @@ def facts(args: argparse.Namespace, model: ModelShape, estimate: Estimate) -> di
         "optimizer": args.optimizer,
         "dtype": args.dtype,
         "device": args.device,
+        "codec": args.codec,
         "window_bytes": args.window_bytes,
         "weights_bytes": model.num_bytes,
         "ranks": ranks,
@@ -145,10 +146,12 @@ def _use(args: argparse.Namespace, estimate: Estimate) -> str:
     directories = [json.dumps(path) for path in estimate.node.directories]
     where = f"[{', '.join(directories)}]" if len(directories) > 1 else "".join(directories) or "DIR"
     threads = estimate.node.io_threads
+    codec = f', codec="{args.codec}"' if args.codec != "exact" else ""
     group = ", process_group=dist.group.WORLD" if args.ranks > 1 else ""
     ram = f', ram="{args.ram}"' if any(plan.num_resident for plan in estimate.plans) else ""
     return (
         f'optstream.offload(optimizer, {where}, model=model, window="{_size(args.window_bytes)}"'
+        + codec
         + ram
         + group
         + (f", io_threads={threads})" if threads else ")")
