@@ -10,9 +10,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optstream.cli.parser import given_path
 from optstream.cli.table import align
 from optstream.units import format_bytes
 
@@ -26,7 +26,7 @@ _COMMAND_WIDTH = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="as offload was given it")
+    parser.add_argument("directory", type=given_path, metavar="DIR", help="as offload was given it")
     parser.add_argument(
         "--purge",
         action="store_true",
@@ -58,9 +58,9 @@ def _lines(listing: Listing) -> Iterator[str]:
     if listing.elsewhere:
         yield "elsewhere on this filesystem"
         yield align(list(_rows(listing.elsewhere)))
-    for claim in listing.stale:
-        what = f"{claim.path}: {format_bytes(claim.num_bytes)} of a dead process"
-        yield f"{what}, removed" if claim.removed else f"{what}; --purge removes them"
+    for left in listing.stale:
+        what = f"{left.path}: {format_bytes(left.num_bytes)} of a dead process"
+        yield f"{what}, removed" if left.removed else f"{what}; --purge removes it"
     for path in listing.unseen:
         yield f"{path}: held by a process that cannot be seen from here, or by another user's"
     if listing.num_hidden:
