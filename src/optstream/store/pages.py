@@ -7,7 +7,6 @@ import errno
 import mmap
 import os
 import weakref
-from collections import Counter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -116,9 +115,7 @@ def count_missing_bytes(fd: int, num_bytes: int) -> int:
             raise _last_error()
     finally:
         _libc.munmap(address, num_bytes)
-    # the lowest bit tells; the others are reserved
-    here = sum(count for state, count in Counter(bytes(resident)).items() if state & 1)
-    return (len(resident) - here) * mmap.PAGESIZE
+    return (len(resident) - bytes(resident).count(1)) * mmap.PAGESIZE
 
 
 def address_of(view: memoryview) -> int:
