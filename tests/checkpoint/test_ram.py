@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,27 @@ from optstream.errors import DigestError, OutOfSpaceError, StoreError
 RAMS = (0, "40%", "100%")
 LARGE = ((2700, 1024),)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.mark.parametrize("before", RAMS)
+@pytest.mark.parametrize("behind", RAMS)
+def test_resume_of_the_mapped_store(before: int | str, behind: int | str, tmp_path: Path) -> None:
+    params, optimizer = streamed(tmp_path / "a", store="mapped", ram=before)
+    with optimizer:
+        go_on(params, optimizer, range(3))
+        optimizer.save(tmp_path / "saved")
+        values = weights(params)
+        go_on(params, optimizer, range(3, 5))
+        optimizer.save(tmp_path / "later")
+    params, optimizer = streamed(tmp_path / "b", store="mapped", ram=behind, seed=1)
+    with optimizer:
+        go_on(params, optimizer, range(2))
+        optimizer.load(tmp_path / "saved")
+        set_weights(params, values)
+        go_on(params, optimizer, range(3, 6))
+    assert_same_bits(weights(params), after(6))
+    for name in ("saved", "later"):
+        optstream.verify(tmp_path / name)
 
 
 @DTYPES
@@ -55,14 +77,15 @@ def test_resume(
     assert_same_bits(weights(params), after(6, dtype))
 
 
-@pytest.mark.parametrize("store", ["direct", "memory"])
-def test_between_stores(store: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("store", "other"), list(itertools.permutations(["direct", "mapped", "memory"], 2))
+)
+def test_between_stores(store: str, other: str, tmp_path: Path) -> None:
     params, optimizer = streamed(tmp_path / "a", store=store, ram="40%")
     with optimizer:
         go_on(params, optimizer, range(3))
         optimizer.save(tmp_path / "saved")
         values = weights(params)
-    other = {"direct": "memory", "memory": "direct"}[store]
     params, optimizer = streamed(tmp_path / "b", store=other, ram="40%", seed=1)
     with optimizer:
         optimizer.load(tmp_path / "saved")
