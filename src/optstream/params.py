@@ -7,21 +7,25 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.codecs import EXACT, CodecChoice
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
+from optstream.format import is_dense
 from optstream.layout import Layout, find_layout, is_streamed
 from optstream.plan import MASTER, ParamSpec, StateTensor
 from optstream.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
+GradientOf = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,25 @@ class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
     def __init__(
-        self, optimizer: Optimizer, master_weights: bool, device: str | None = None
+        self,
+        optimizer: Optimizer,
+        master_weights: bool,
+        device: str | None = None,
+        codecs: CodecChoice | None = None,
     ) -> None:
         """Take an optimizer whose groups may grow later.
 
         Args:
             device: where the parameters will be, for those that are on the meta device now.
+            codecs: how state is stored; None: all exact.
         """
         self._optimizer = optimizer
         self._master_weights = master_weights
         self._device = device
+        self._codecs = codecs or CodecChoice(EXACT)
+        # an optimizer whose kernels know real devices only has a method that gives another one,
+        # which keeps the same state
+        self._probed = getattr(optimizer, "layout_twin", lambda: optimizer)()
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
@@ -96,13 +109,20 @@ class Describer:
             shape=tuple(param.shape),
             dtype=param.dtype,
             device=self._device or str(param.device),
-            states=states,
+            states=tuple(self._encoded(name, param, state) for state in states),
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
         )
+
+    def _encoded(self, name: str, param: Tensor, state: StateTensor) -> StateTensor:
+        is_master = state.key == MASTER
+        if is_master and not is_dense(tuple(param.shape), param.stride()):
+            return state  # it shares no order of memory with its master
+        of_master = param.dtype if is_master else None
+        return replace(state, codec=self._codecs.choose(name, state.key, state.dtype, of_master))
 
     @property
     def advances_groups(self) -> bool:
@@ -126,7 +146,7 @@ class Describer:
                 # torch's own choice there, where the user leaves it open
                 values = {**values, "foreach": values.get("foreach") is not False}
             self._layouts[key] = find_layout(
-                self._optimizer, values, shape, stride, dtype, state, param.dtype
+                self._probed, values, shape, stride, dtype, state, param.dtype
             )
         return self._layouts[key]
 
@@ -162,7 +182,16 @@ def check_plain(name: str, param: Tensor) -> None:
         )
 
 
-def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
+def gradient_source(optimizer: Optimizer) -> GradientOf:
+    """Return what gives a parameter's gradient.
+
+    An optimizer whose gradients are elsewhere than in `.grad`, or of another dtype, says so itself
+    with a method `gradient_of(param) -> Tensor | None`.
+    """
+    return getattr(optimizer, "gradient_of", None) or attrgetter("grad")
+
+
+def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) -> dict[int, Bound]:
     """Find today's tensor and gradient of every planned parameter that has a gradient.
 
     Raises:
@@ -178,9 +207,10 @@ def bind(specs: Sequence[ParamSpec], groups: Groups) -> dict[int, Bound]:
                 f"{len(params)} parameters; wrap the optimizer after the model is complete"
             )
         param = params[spec.position]
-        if param.grad is not None:
+        grad = gradient_of(param)
+        if grad is not None:
             _check_same(spec, param)
-            bound[index] = Bound(param, _dense_grad(spec, param.grad))
+            bound[index] = Bound(param, _dense_grad(spec, grad))
     return bound
 
 

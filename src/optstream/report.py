@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import torch.distributed as dist
+
 from optstream.errors import ConfigError
 from optstream.memory import MemoryMeter, MemoryRecord
 from optstream.units import format_bytes
@@ -65,6 +67,11 @@ class StepReport(MemoryRecord):
             f"(update {self.update_s:.3f}, waiting for reads {self.read_wait_s:.3f}, "
             f"for writes {self.write_wait_s:.3f}{ranks}), {self.describe_memory()}"
         )
+
+
+def process_rank() -> int:
+    """Return this process's rank in the default process group, or 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def metrics_path(metrics: str | os.PathLike[str], rank: int, num_ranks: int) -> Path:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.codecs import CodecChoice
 from optstream.distributed.exchange import EXCHANGE_BYTES, flat, is_dense
 from optstream.distributed.ownership import Cost
 from optstream.distributed.ranks import Ranks
@@ -22,6 +23,11 @@ from optstream.rule import update_flops
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
+
+
+def empty_plan(window_bytes: int, num_ranks: int) -> Plan:
+    """Return the plan of one of so many ranks before any parameter is planned."""
+    return Plan(window_bytes, exchange_bytes=EXCHANGE_BYTES if num_ranks > 1 else 0)
 
 
 class Roster:
@@ -40,12 +46,13 @@ class Roster:
         window_bytes: int,
         master_weights: bool,
         model: nn.Module | None,
+        codecs: CodecChoice,
     ) -> None:
-        exchange_bytes = EXCHANGE_BYTES if ranks.size > 1 else 0
-        self.plan = Plan(window_bytes, exchange_bytes=exchange_bytes)
+        self.plan = empty_plan(window_bytes, ranks.size)
         self.shares = Shares.none(ranks.size)
         self.own: list[int] = []
-        self.describer = Describer(optimizer, master_weights)
+        self.describer = Describer(optimizer, master_weights, codecs=codecs)
+        self._codecs = codecs
         self._optimizer = optimizer
         self._ranks = ranks
         self._names = parameter_names(optimizer.param_groups, model)
@@ -129,7 +136,9 @@ class Roster:
         if not places:
             return
         specs = [self._describe(place) for place in places]
-        costs = [self._cost(spec) for spec in specs]
+        if not self.shares.places:
+            self._codecs.check_used()
+        costs = [cost_of(spec, self._optimizer) for spec in specs]
         owners = self.shares.owners_of(costs, [False] * len(specs))
         mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]
         with self._ranks.together():
@@ -162,9 +171,11 @@ class Roster:
             )
         return spec
 
-    def _cost(self, spec: ParamSpec) -> Cost:
-        group = self._optimizer.param_groups[spec.group]
-        return Cost(update_flops(self._optimizer, group, spec.shape), spec.state_bytes)
+
+def cost_of(spec: ParamSpec, optimizer: Optimizer) -> Cost:
+    """Return what a step costs the rank that keeps a parameter."""
+    group = optimizer.param_groups[spec.group]
+    return Cost(update_flops(optimizer, group, spec.shape), spec.state_bytes)
 
 
 def _parts(window: Window, own: Sequence[int]) -> Iterator[Part]:

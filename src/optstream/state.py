@@ -23,7 +23,7 @@ from optstream.distributed.exchange import Exchange
 from optstream.distributed.ranks import Ranks
 from optstream.errors import ModelChangedError, RankError, StateChangedError, WindowIOError
 from optstream.headers import window_files
-from optstream.params import Bound, bind
+from optstream.params import Bound, bind, gradient_source
 from optstream.plan import Plan
 from optstream.ram import Ram
 from optstream.roster import Roster
@@ -55,6 +55,7 @@ class StreamedState:
         store: Store,
         io_threads: int,
         ram: Ram,
+        codec_seed: int,
     ) -> None:
         self.roster = roster
         self.ranks = ranks
@@ -66,7 +67,7 @@ class StreamedState:
         self._ram = ram
         self.stream = open_stream(store, io_threads)
         self._optimizer = optimizer
-        self._updater = Updater(optimizer)
+        self._updater = Updater(optimizer, codec_seed)
         self._backwards = False
         self._done: set[int] = set()
         self._num_left = 0
@@ -126,6 +127,7 @@ class StreamedState:
         Args:
             number: of the step, for errors.
         """
+        self._updater.step = number
         with self._waits_counted(), self.ranks.together(), self._progress_named(number):
             turns, bound = self._take_turns()
             mine = turns[self.ranks.rank].windows
@@ -163,9 +165,11 @@ class StreamedState:
 
     def _turn(self) -> tuple[Turn, dict[int, Bound]]:
         groups = self._optimizer.param_groups
-        bound = bind(self.plan.params, groups)
+        gradient_of = gradient_source(self._optimizer)
+        bound = bind(self.plan.params, groups, gradient_of)
         left = [window for window in self._order(bound) if window not in self._done]
-        return make_turn(self.roster.shares, groups, self.roster.wanted(), left), bound
+        shares, wanted = self.roster.shares, self.roster.wanted()
+        return make_turn(shares, groups, wanted, left, gradient_of), bound
 
     def _update(self, left: Sequence[int], bound: Mapping[int, Bound], exchange: Exchange) -> None:
         self._num_left = len(left)
@@ -246,7 +250,7 @@ class StreamedState:
         self.stream.replace(())
         with self._windows(order, bound) as windows:
             for window, data in windows:
-                self._updater.put(self.plan.params, self.plan.windows[window], data, states)
+                self._updater.put(self.plan, self.plan.windows[window], data, states)
         self._updater.commit(self._optimizer.param_groups)
         self.stream.drain()
 

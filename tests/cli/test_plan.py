@@ -22,7 +22,8 @@ def test_everything_is_in_the_object(command):
     outcome = command("plan", "1e9", *argv, *node, "--endurance", "1PB", "--json")
     facts = json.loads(outcome.out)
     assert outcome.code == 0
-    rank = facts["rank"]
+    (rank,) = facts["ranks"]
+    assert facts["most_of_a_rank"] == rank
     assert rank["state_bytes"] == 4 * 10**9
     moved = rank["read_bytes_per_step"] + rank["written_bytes_per_step"]
     assert facts["drive_s_per_step"] == pytest.approx(moved / 2e9)
@@ -33,7 +34,7 @@ def test_everything_is_in_the_object(command):
 
 def test_ram_saves_traffic_and_is_part_of_the_advice(command):
     without, with_ram = (
-        json.loads(command("plan", "1B", "--json", *ram).out)["rank"]
+        json.loads(command("plan", "1B", "--json", *ram).out)["most_of_a_rank"]
         for ram in ((), ("--ram", "40%"))
     )
     assert without["resident_bytes"] == 0
@@ -41,6 +42,18 @@ def test_ram_saves_traffic_and_is_part_of_the_advice(command):
     saved = without["written_bytes_per_step"] - with_ram["written_bytes_per_step"]
     assert saved == with_ram["resident_bytes"]
     assert ', ram="40%")' in command("plan", "1B", "--ram", "40%").out
+
+
+def test_ranks(command):
+    argv = ("plan", "1B", "--ranks", "4", "--ranks-per-node", "2", "--space", "1TB")
+    facts = json.loads(command(*argv, "--json").out)
+    alone = json.loads(command("plan", "1B", "--json").out)["ranks"][0]
+    assert len(facts["ranks"]) == 4
+    assert sum(rank["state_bytes"] for rank in facts["ranks"]) == alone["state_bytes"]
+    assert facts["checks"][0]["needed"] < 0.6 * alone["drive_bytes"]
+    out = command(*argv).out
+    assert "4, 2 on a node; the figures below are the most of any of them" in out
+    assert "process_group=dist.group.WORLD" in out
 
 
 def test_what_does_not_fit_is_an_error_with_advice(command):
@@ -81,7 +94,7 @@ def test_no_model(command, place):
     assert "/config.json is not there" in outcome.err
 
 
-def test_large_windows_are_said_once(command):
+def test_large_windows_are_said_once(command, caplog):
     outcome = command("plan", "1B", "--window", "1MiB")
-    assert outcome.err == ""
+    assert (outcome.err, caplog.messages) == ("", [])
     assert ", the largest " in outcome.out

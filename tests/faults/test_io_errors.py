@@ -167,8 +167,9 @@ def test_transfers_fail_while_other_windows_are_resident(
         run = Run(directory, ram="40%")
         with run.optimizer:
             run.train(on_error=drive.mend)
-        assert len(run.errors) == 1, index
-        assert isinstance(run.errors[0], ERRORS[name][0])
+        # a second one can have failed just before the drive was mended
+        assert 1 <= len(run.errors) <= 2, index
+        assert all(isinstance(error, ERRORS[name][0]) for error in run.errors)
         assert_same(run.params, expected, index)
         drive.mend()
 

@@ -27,6 +27,7 @@ CASES = [
 ]
 ADAMW = next(case for case in CASES if case.name == "AdamW-fused")
 RAMS = pytest.mark.parametrize("ram", ["64KiB", "40%", "85%", "100%", "1GiB", "auto"])
+STORES = pytest.mark.parametrize("store", ["direct", "mapped"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -43,23 +44,33 @@ def test_ten_steps(case: Case, dtype: torch.dtype, ram: str, tmp_path: Path) -> 
     check_case(case, dtype, tmp_path, window="64KiB", ram=ram)
 
 
+@pytest.mark.parametrize("ram", ["40%", "100%", "auto"])
+@DTYPES
+def test_with_the_mapped_store(dtype: torch.dtype, ram: str, tmp_path: Path) -> None:
+    check_case(ADAMW, dtype, tmp_path, window="64KiB", store="mapped", ram=ram)
+
+
 @pytest.mark.parametrize("ram", ["40%", "100%"])
 @DTYPES
+@STORES
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ten_steps_on_a_late_lane(
-    case: Case, dtype: torch.dtype, ram: str, tmp_path: Path, deferred: list[str]
+    case: Case, store: str, dtype: torch.dtype, ram: str, tmp_path: Path, deferred: list[str]
 ) -> None:
-    check_case(case, dtype, tmp_path, window="64KiB", ram=ram)
+    check_case(case, dtype, tmp_path, window="64KiB", store=store, ram=ram)
     assert deferred == ["DeferredLane for cpu"]
 
 
-def test_a_missing_wait_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@STORES
+def test_a_missing_wait_is_seen(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next step must wait for the bytes of a resident window."""
     with (
         installed(WithoutUnloadWait, monkeypatch),
         pytest.raises(AssertionError, match="bytes differ"),
     ):
-        check_case(ADAMW, torch.float32, tmp_path, window="64KiB", ram="100%")
+        check_case(ADAMW, torch.float32, tmp_path, window="64KiB", store=store, ram="100%")
 
 
 @DTYPES
@@ -105,12 +116,15 @@ def test_what_is_on_its_way_is_waited_for(tmp_path: Path, deferred: list[str]) -
 
 @pytest.mark.parametrize("ram", ["40%", "100%"])
 @DTYPES
+@STORES
 def test_saves_on_a_late_lane(
-    dtype: torch.dtype, ram: str, tmp_path: Path, deferred: list[str]
+    store: str, dtype: torch.dtype, ram: str, tmp_path: Path, deferred: list[str]
 ) -> None:
     """What a save writes must have arrived; what a load replaces may still be on its way."""
     params = make_params(ADAMW.shapes, dtype)
-    with optstream.offload(ADAMW.make(params), tmp_path / "a", window="64KiB", ram=ram) as opt:
+    with optstream.offload(
+        ADAMW.make(params), tmp_path / "a", window="64KiB", store=store, ram=ram
+    ) as opt:
         for step in range(NUM_STEPS):
             train(params, opt, [step])
             opt.save(tmp_path / "checkpoint")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from optstream.distributed.place import Place
 from optstream.doctor.held import find_held
 from optstream.doctor.listing import list_directory
 from optstream.errors import StoreError
@@ -53,7 +54,7 @@ def test_named_files_of_another_process(holder: Holder, drive_path: Path) -> Non
     (claim,) = drive_path.iterdir()
     assert (holding.pid, holding.num_files, holding.nameless_bytes) == (process.pid, 2, 0)
     assert allocated(holding.named_bytes)
-    assert (holding.directory, holding.claims) == (str(drive_path), (str(claim),))
+    assert (holding.directory, holding.locks) == (str(drive_path), (str(claim),))
     assert (listing.stale, listing.unseen) == ((), ())
     assert tell(process, "check") == "unharmed"
 
@@ -65,7 +66,7 @@ def test_what_a_killed_process_left(holder: Holder, drive_path: Path) -> None:
     listing = list_directory(drive_path, purge=False)
     (stale,) = listing.stale
     assert allocated(stale.num_bytes)
-    assert (Path(stale.path).is_dir(), stale.removed) == (True, False)
+    assert (Path(stale.path).is_dir(), stale.removed, listing.unseen) == (True, False, ())
     (purged,) = list_directory(drive_path, purge=True).stale
     assert (purged.path, purged.num_bytes, purged.removed) == (stale.path, stale.num_bytes, True)
     assert not Path(stale.path).exists()
@@ -102,6 +103,30 @@ def test_a_holder_that_cannot_be_seen(drive_path: Path, monkeypatch: pytest.Monk
     assert listing.unseen == (str(claim.path),)
     assert listing.stale == ()
     claim.release()
+
+
+def test_places_of_ranks(drive_path: Path, opened: Opened) -> None:
+    live, dead = Place(drive_path, "", 0), Place(drive_path, "actor", 1)
+    claim = Claim(dead.path)
+    claim.file(0).write_bytes(bytes(4096))
+    store = opened("direct", live.path)
+    store.reserve([WindowFile(build_header([], 4096), 4096)])
+    listing = list_directory(drive_path, purge=True)
+    assert [holding.directory for holding in listing.here] == [str(dead.path), str(live.path)]
+    assert (listing.stale, listing.unseen) == ((), ())
+    claim.abandon()
+    os.close(dead._lock)
+    (of_claim, of_place) = list_directory(drive_path, purge=False).stale
+    assert (of_claim.path, of_claim.num_bytes) == (str(claim.path), 4096)
+    assert (of_place.path, of_place.num_bytes) == (str(dead.path), 0)
+    stale = list_directory(drive_path, purge=True).stale
+    assert [left.removed for left in stale] == [True, True]
+    assert list(drive_path.iterdir()) == [live.path]
+    store.close()
+    listing = list_directory(drive_path, purge=True)
+    assert [(h.num_files, h.nameless_bytes, h.named_bytes) for h in listing.here] == [(0, 0, 0)]
+    assert listing.unseen == ()
+    live.release()
 
 
 def test_two_descriptors_of_a_file_count_once(drive_path: Path, opened: Opened) -> None:
@@ -185,7 +210,7 @@ def test_files_of_fuse_have_names(mounted: Mounted, opened: Opened) -> None:
     store.reserve([WindowFile(build_header([], 2**20), 2**20)] * 2)
     listing = list_directory(point, purge=False)
     (holding,) = listing.here
-    assert (holding.num_files, len(holding.claims), listing.unseen) == (2, 1, ())
+    assert (holding.num_files, len(holding.locks), listing.unseen) == (2, 1, ())
 
 
 def test_no_directory(drive_path: Path) -> None:

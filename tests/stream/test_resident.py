@@ -251,7 +251,7 @@ def test_no_memory_for_such_copies_is_an_error_that_changes_nothing(
         step_and_settle(optimizer, store)
         store.before = Refusing(*optimizer.plan.resident)
         with monkeypatch.context() as patched:
-            patched.setattr("optstream.stream.pipeline.read_available_bytes", lambda: 2**16)
+            patched.setattr("optstream.stream.frozen.read_available_bytes", lambda: 2**16)
             with pytest.raises(WindowWriteError):
                 optimizer.state_dict()
         step_and_settle(optimizer, store)

@@ -11,10 +11,11 @@ from torch import nn
 
 import optstream
 from optstream.errors import ConfigError
-from optstream.estimate.estimate import NONE, Check, Estimate, describe_all, make_plan
+from optstream.estimate.estimate import Check, Estimate, drive_bytes
 from optstream.estimate.models import parse_count, read_model
 from optstream.estimate.node import Node, read_node
 from optstream.estimate.optimizers import RECIPES, make_optimizer
+from optstream.estimate.planning import NO_RAM, describe_all, make_plans
 from optstream.ram import parse_budget
 
 CONFIGS = {
@@ -70,7 +71,7 @@ def test_figures_of_a_config_are_those_of_the_real_optimizer(
     shape = read_model(str(write_config(kind, tmp_path)), dtype)
     optimizer = make_optimizer(name, shape.module)
     specs = describe_all(shape.module, optimizer, "cpu")
-    planned = make_plan(specs, WINDOW_BYTES, parse_budget(ram))
+    (planned,) = make_plans(specs, optimizer, WINDOW_BYTES, parse_budget(ram))
     assert (planned.num_resident > 0) == (ram != "0")
 
     model = real_model(tmp_path, dtype)
@@ -83,8 +84,8 @@ def test_figures_of_a_config_are_those_of_the_real_optimizer(
         for figure in ("peak_host_bytes", "read_bytes_per_step", "written_bytes_per_step"):
             assert getattr(planned, figure) == getattr(streamed.plan, figure)
         files = streamed._state.store
-        drive_bytes = sum(files.file(w).file_bytes for w in range(planned.num_windows))
-        assert Estimate(planned, Node(), 1).drive_bytes == drive_bytes
+        file_bytes = [files.file(window).file_bytes for window in range(planned.num_windows)]
+        assert drive_bytes(planned) == sum(file_bytes)
 
 
 @pytest.mark.parametrize("num_params", [1, 127, 1000, 123_457, 7 * 10**9, 10**12 + 1])
@@ -94,7 +95,7 @@ def test_a_number_stands_for_exactly_so_many_parameters(num_params: int, name: s
     assert shape.num_params == num_params
     assert shape.num_bytes == 2 * num_params
     optimizer = make_optimizer(name, shape.module)
-    plan = make_plan(describe_all(shape.module, optimizer, "cuda"), 2**30)
+    (plan,) = make_plans(describe_all(shape.module, optimizer, "cuda"), optimizer, 2**30)
     moments = plan.state_bytes - 4 * num_params  # the masters
     most = {"muon": 8, "adamw": 8, "sgd": 4}[name] * num_params
     assert 4 * num_params <= moments <= most
@@ -108,7 +109,7 @@ def test_an_accelerator_needs_its_own_memory() -> None:
     shape = read_model("10M", torch.bfloat16)
     optimizer = make_optimizer("adamw", shape.module)
     on_cpu, on_cuda = (
-        make_plan(describe_all(shape.module, optimizer, device), 2**20)
+        make_plans(describe_all(shape.module, optimizer, device), optimizer, 2**20)[0]
         for device in ("cpu", "cuda")
     )
     assert on_cpu.peak_device_bytes == 0
@@ -160,24 +161,55 @@ def test_the_architecture_that_was_saved_is_built(tmp_path: Path) -> None:
     assert type(shape.module).__name__ == "LlamaForTokenClassification"
 
 
+def test_kernels_that_are_not_installed_are_not_needed(tmp_path: Path) -> None:
+    path = write_config("llama", tmp_path)
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
+    assert read_model(str(path), torch.float32).num_params > 0
+
+
 def test_too_many_windows() -> None:
     shape = read_model("1T", torch.float32)
-    specs = describe_all(shape.module, make_optimizer("sgd", shape.module), "cpu")
+    optimizer = make_optimizer("sgd", shape.module)
+    specs = describe_all(shape.module, optimizer, "cpu")
     with pytest.raises(ConfigError, match=r"give a larger --window"):
-        make_plan(specs, 2**20)
+        make_plans(specs, optimizer, 2**20)
 
 
-def estimate(node: Node, ranks: int = 1, **more: float) -> Estimate:
+def estimate(node: Node, num_ranks: int = 1, on_node: int = 1, **more: float) -> Estimate:
     shape = read_model("100M", torch.float32)
-    specs = describe_all(shape.module, make_optimizer("adamw", shape.module), "cpu")
-    return Estimate(make_plan(specs, 64 * 2**20), node, ranks, NONE, **more)  # type: ignore[arg-type]
+    optimizer = make_optimizer("adamw", shape.module)
+    specs = describe_all(shape.module, optimizer, "cpu")
+    plans = make_plans(specs, optimizer, 64 * 2**20, num_ranks=num_ranks)
+    return Estimate(plans, node, on_node, NO_RAM, **more)  # type: ignore[arg-type]
+
+
+def test_ranks_share_the_state() -> None:
+    (alone,) = estimate(Node()).plans
+    found = estimate(Node(bytes_per_s=1e9), num_ranks=3, on_node=2)
+    assert len(found.plans) == 3
+    assert sum(plan.state_bytes for plan in found.plans) == alone.state_bytes
+    sizes = [plan.state_bytes for plan in found.plans]
+    assert found.most_of_a_node(lambda plan: plan.state_bytes) == max(sum(sizes[:2]), sizes[2])
+    assert max(sizes) < alone.state_bytes / 2
+    moved = [plan.read_bytes_per_step + plan.written_bytes_per_step for plan in found.plans]
+    assert found.drive_s == pytest.approx(max(sum(moved[:2]), moved[2]) / 1e9)
+
+
+def test_more_ranks_than_parameters() -> None:
+    shape = read_model("1", torch.float32)
+    optimizer = make_optimizer("adamw", shape.module)
+    plans = make_plans(describe_all(shape.module, optimizer, "cpu"), optimizer, 2**20, num_ranks=3)
+    assert [plan.num_windows for plan in plans] == [1, 0, 0]
+    assert Estimate(plans, Node(space_bytes=2**20), 1).checks[0].fits
 
 
 def test_a_step_and_a_day() -> None:
-    found = estimate(Node(bytes_per_s=1e9), ranks=2, step_s=10.0, endurance_bytes=10**15)
-    moved = found.plan.read_bytes_per_step + found.plan.written_bytes_per_step
-    assert found.drive_s == pytest.approx(2 * moved / 1e9)
-    written = 2 * found.plan.written_bytes_per_step * 8640
+    found = estimate(Node(bytes_per_s=1e9), step_s=10.0, endurance_bytes=10**15)
+    (plan,) = found.plans
+    moved = plan.read_bytes_per_step + plan.written_bytes_per_step
+    assert found.drive_s == pytest.approx(moved / 1e9)
+    written = plan.written_bytes_per_step * 8640
     assert found.written_bytes_per_day == pytest.approx(written)
     assert found.endurance_days == pytest.approx(10**15 / written)
 
@@ -185,8 +217,8 @@ def test_a_step_and_a_day() -> None:
 def test_no_step_is_shorter_than_the_drive_takes() -> None:
     found = estimate(Node(bytes_per_s=1e8), step_s=0.001)
     assert found.drive_s is not None
-    steps = 86400 / found.drive_s
-    assert found.written_bytes_per_day == pytest.approx(found.plan.written_bytes_per_step * steps)
+    written = found.plans[0].written_bytes_per_step * 86400 / found.drive_s
+    assert found.written_bytes_per_day == pytest.approx(written)
 
 
 def test_what_is_not_known_is_not_said() -> None:
@@ -196,24 +228,23 @@ def test_what_is_not_known_is_not_said() -> None:
 
 
 def test_what_fits_and_what_does_not() -> None:
-    plan = estimate(Node()).plan
-    drive_bytes = estimate(Node()).drive_bytes
-    exact = Node(
-        space_bytes=4 * drive_bytes, memory_bytes=2 * plan.peak_host_bytes, open_files=1024
-    )
-    assert all(check.fits and not check.advice for check in estimate(exact, ranks=2).checks)
-    lacking = Node(space_bytes=4 * drive_bytes - 1, memory_bytes=2 * plan.peak_host_bytes - 1)
-    checks = {check.what: check for check in estimate(lacking, ranks=2).checks}
+    plans = estimate(Node(), 2, 2).plans
+    state_bytes = sum(map(drive_bytes, plans))
+    host_bytes = sum(plan.peak_host_bytes for plan in plans)
+    exact = Node(space_bytes=2 * state_bytes, memory_bytes=host_bytes, open_files=1024)
+    assert all(check.fits and not check.advice for check in estimate(exact, 2, 2).checks)
+    lacking = Node(space_bytes=2 * state_bytes - 1, memory_bytes=host_bytes - 1)
+    checks = {check.what: check for check in estimate(lacking, 2, 2).checks}
     assert [check.fits for check in checks.values()] == [True, False, False]
     assert checks["host memory"].advice == "give --window 32MiB"
     assert checks["drive, with a checkpoint kept"].advice.startswith("free 1 B, or")
     (check,) = estimate(Node(memory_bytes=2**20)).checks
-    assert check.advice.startswith("no window is small enough")
+    assert check.advice.startswith("no window is small enough; give fewer ranks")
     assert Check("x", 1, 1, "").fits
 
 
 def test_open_files() -> None:
-    num_windows = estimate(Node()).plan.num_windows
+    num_windows = estimate(Node()).plans[0].num_windows
     few, enough = Node(open_files=2 * num_windows), Node(open_files=2 * num_windows + 128)
     assert [c.fits for node in (few, enough) for c in estimate(node).checks] == [False, True]
 

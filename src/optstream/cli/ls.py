@@ -58,9 +58,9 @@ def _lines(listing: Listing) -> Iterator[str]:
     if listing.elsewhere:
         yield "elsewhere on this filesystem"
         yield align(list(_rows(listing.elsewhere)))
-    for claim in listing.stale:
-        what = f"{claim.path}: {format_bytes(claim.num_bytes)} of a dead process"
-        yield f"{what}, removed" if claim.removed else f"{what}; --purge removes them"
+    for left in listing.stale:
+        what = f"{left.path}: {format_bytes(left.num_bytes)} of a dead process"
+        yield f"{what}, removed" if left.removed else f"{what}; --purge removes it"
     for path in listing.unseen:
         yield f"{path}: held by a process that cannot be seen from here, or by another user's"
     if listing.num_hidden:

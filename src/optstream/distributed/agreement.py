@@ -12,6 +12,7 @@ from torch import Tensor
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shares import EVERY_RANK, Place, Shares
 from optstream.errors import RankError
+from optstream.params import GradientOf
 
 
 def check_same(ranks: Ranks, facts: Mapping[str, str]) -> None:
@@ -79,10 +80,12 @@ def make_turn(
     groups: Sequence[Mapping[str, Any]],
     wanted: Sequence[Place],
     windows: Sequence[int],
+    gradient_of: GradientOf,
 ) -> Turn:
     """Return this rank's turn, from today's gradients and hyperparameters."""
     has_gradient = bytes(
-        groups[group]["params"][position].grad is not None for group, position in shares.places
+        gradient_of(groups[group]["params"][position]) is not None
+        for group, position in shares.places
     )
     return Turn(tuple(wanted), has_gradient, tuple(windows), _digest(group_facts(groups)))
 

@@ -130,7 +130,34 @@ def remove_left(directory: Path) -> None:
                 os.close(lock)
 
 
+def is_place(path: Path) -> bool:
+    """Tell whether a directory of this name would be a place."""
+    return _PLACE.fullmatch(path.name) is not None
+
+
+def find_places(directory: Path) -> dict[Path, bool | None]:
+    """Return the places in a directory, and whether their processes live; changes nothing.
+
+    None: it is another user's, which cannot be told.
+    """
+    return {path: _is_held(path) for path in _places(directory)}
+
+
+def _is_held(path: Path) -> bool | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _places(directory: Path) -> Iterator[Path]:
-    for path in directory.iterdir():
-        if _PLACE.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+    for path in sorted(directory.iterdir()):
+        if is_place(path) and path.is_dir() and not path.is_symlink():
             yield path

@@ -11,8 +11,9 @@ import pwd
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 
+from optstream.distributed.place import is_place
 from optstream.format import starts_like_ours
 from optstream.mounts import PROC
 from optstream.store.claim import LOCK, of_claim
@@ -29,7 +30,7 @@ class Holding:
     Attributes:
         pid, user, command: of the process.
         directory: as that process sees it.
-        claims: private directories in it that the process has locked.
+        locks: the claims in it, or the rank's place that it is, which the process has locked.
         num_files: window files, each counted once.
         nameless_bytes: on the drive, which df sees and du does not; free when the process ends.
         named_bytes: on the drive in files that have names as well (checkpoints, claims).
@@ -39,7 +40,7 @@ class Holding:
     user: str
     command: str
     directory: str
-    claims: tuple[str, ...]
+    locks: tuple[str, ...]
     num_files: int
     nameless_bytes: int
     named_bytes: int
@@ -66,24 +67,30 @@ class _OpenFile:
     status: os.stat_result
 
     @property
-    def claim(self) -> Path | None:
-        return of_claim(self.path)
-
-    @property
     def directory(self) -> Path:
-        return self.claim.parent if self.claim else self.path.parent
+        if self.is_place:
+            return self.path
+        claim = of_claim(self.path)
+        return claim.parent if claim else self.path.parent
 
     @property
-    def is_lock(self) -> bool:
-        return self.claim is not None and self.path.name == LOCK
+    def is_place(self) -> bool:
+        return S_ISDIR(self.status.st_mode) and is_place(self.path)
+
+    @property
+    def lock(self) -> Path | None:
+        """What the process has locked by having this open."""
+        if self.is_place:
+            return self.path
+        return of_claim(self.path) if self.path.name == LOCK else None
 
     @property
     def nameless_bytes(self) -> int:
-        return 0 if self.status.st_nlink else self.status.st_blocks * 512
+        return 0 if self.lock or self.status.st_nlink else self.status.st_blocks * 512
 
     @property
     def named_bytes(self) -> int:
-        return self.status.st_blocks * 512 if self.status.st_nlink else 0
+        return 0 if self.lock or not self.status.st_nlink else self.status.st_blocks * 512
 
 
 def find_held(device: int, proc: Path = PROC) -> Held:
@@ -118,8 +125,8 @@ def _holdings(process: Path, files: Sequence[_OpenFile]) -> Iterator[Holding]:
             user=_user(process),
             command=_command(process),
             directory=str(directory),
-            claims=tuple(sorted(str(file.claim) for file in there if file.is_lock)),
-            num_files=sum(not file.is_lock for file in there),
+            locks=tuple(sorted(str(file.lock) for file in there if file.lock)),
+            num_files=sum(file.lock is None for file in there),
             nameless_bytes=sum(file.nameless_bytes for file in there),
             named_bytes=sum(file.named_bytes for file in there),
         )
@@ -131,9 +138,10 @@ def _open_files(process: Path, device: int) -> Iterator[_OpenFile]:
         try:
             name = str(fd.readlink())
             file = _OpenFile(Path(name.removesuffix(_DELETED)), fd.stat())
-            if file.status.st_dev != device or not S_ISREG(file.status.st_mode):
+            if file.status.st_dev != device:
                 continue
-            if file.is_lock or (name.endswith((_DELETED, _SUFFIX)) and _is_ours(fd)):
+            may_be_window = S_ISREG(file.status.st_mode) and name.endswith((_DELETED, _SUFFIX))
+            if file.lock or (may_be_window and _is_ours(fd)):
                 yield file
         except (FileNotFoundError, PermissionError):
             continue  # closed just now; or of a mode that lets nobody read it

@@ -118,6 +118,7 @@ def _from_config(path: Path) -> nn.Module:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config._attn_implementation = "eager"  # what it names may need a package or a device
         with torch.device("meta"):
             module: nn.Module = _model_class(config)(config)
     except Exception as error:

@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from optstream.memory import read_available_bytes
 from optstream.plan import Plan
-from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
+from optstream.store.base import FrozenFile, Store, WindowFile
 from optstream.stream import lane as lanes
+from optstream.stream.frozen import freeze
 from optstream.stream.page_cache import PageCache
 from optstream.stream.part import read_part
 from optstream.stream.resident import Resident
@@ -75,16 +75,8 @@ class PagedStream:
 
     def freeze(self) -> dict[int, FrozenFile]:
         self._pages.write_back()
-        errors = {**self._pages.errors, **self._resident.save()}
-        num_bytes = sum(self._store.file(window).file_bytes for window in errors)
-        if num_bytes > read_available_bytes():
-            raise next(iter(errors.values()))
-        frozen = self._store.freeze(sorted(self._transfers.stored - errors.keys()))
-        for window in errors:
-            slot, file = self._resident.holding(window), self._store.file(window)
-            data = slot.memory if slot else self._store.view(window)
-            frozen[window] = freeze_copy(file, data, f"window {window} in memory")
-        return frozen
+        refused = {**self._pages.errors, **self._resident.save()}
+        return freeze(self._store, self._transfers.stored, refused, self._data)
 
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         self._pages.settle()
@@ -117,6 +109,10 @@ class PagedStream:
             self._resident.close()
         finally:
             self._store.close()
+
+    def _data(self, window: int) -> memoryview:
+        slot = self._resident.holding(window)
+        return self._store.view(window) if slot is None else slot.memory
 
     def _acquire(self, window: int) -> Slot:
         if window in self._resident:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from optstream.errors import WindowIOError
-from optstream.memory import read_available_bytes
 from optstream.plan import Plan
-from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
+from optstream.store.base import FrozenFile, Store, WindowFile
 from optstream.stream import lane as lanes
+from optstream.stream.frozen import freeze
 from optstream.stream.part import read_part
 from optstream.stream.resident import Resident
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
@@ -111,17 +111,8 @@ class Stream:
         """
         with contextlib.suppress(WindowIOError):
             self.drain()
-        errors = {**self._write_errors, **self._resident.save()}
-        num_bytes = sum(self._store.file(window).file_bytes for window in errors)
-        if num_bytes > read_available_bytes():
-            raise next(iter(errors.values()))
-        frozen = self._store.freeze(sorted(self._transfers.stored - errors.keys()))
-        for window in errors:
-            slot, file = self._holding(window), self._store.file(window)
-            assert slot is not None
-            data = slot.memory[: file.data_bytes]
-            frozen[window] = freeze_copy(file, data, f"window {window} in memory")
-        return frozen
+        refused = {**self._write_errors, **self._resident.save()}
+        return freeze(self._store, self._transfers.stored, refused, self._data)
 
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         """Return a copy of some of a window's bytes, as they are now."""
@@ -260,6 +251,11 @@ class Stream:
 
     def _holding(self, window: int) -> Slot | None:
         return self._resident.holding(window) or holding(self._slots, window)
+
+    def _data(self, window: int) -> memoryview:
+        slot = self._holding(window)
+        assert slot is not None, window
+        return slot.memory[: self._plan.windows[window].data_bytes]
 
     def _lane(self, device: torch.device) -> lanes.Lane:
         hosts = [*(slot.tensor for slot in self._slots), *self._resident.hosts]

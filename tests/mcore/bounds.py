@@ -1,0 +1,110 @@
+"""What a run leaves in memory and on the drive, and what it tells."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore.gpt import ADAM, MUON, MUON_DEALT, Recipe, varied
+from mcore.streaming import directory, streamed
+from optstream.memory import read_memory
+from optstream.units import format_bytes
+
+LARGE = {
+    "hidden_size": 384,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+}
+STEPS = 4
+
+
+class _Peak:
+    """The most anonymous memory of this process while it is entered."""
+
+    def __enter__(self) -> _Peak:
+        self.peak_bytes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, read_memory().anon_bytes)
+
+
+def anonymous_memory() -> None:
+    """No step uses more than the plans say, above what model and gradients take."""
+    recipe = varied(ADAM, model=LARGE)
+    with directory() as path, streamed(recipe, path, window_bytes=2**20) as (training, handle):
+        plans = [child.streamed.plan for child in handle.children]
+        state_bytes = sum(plan.state_bytes for plan in plans)
+        bound_bytes = sum(plan.peak_host_bytes for plan in plans)
+        assert state_bytes > 1.5 * bound_bytes, (state_bytes, bound_bytes)
+        training.gradients()
+        before_bytes = read_memory().anon_bytes
+        for _ in range(STEPS):
+            training.gradients()
+            with _Peak() as peak:
+                training.optimizer.step()
+            grown = peak.peak_bytes - before_bytes
+            assert grown < bound_bytes, (format_bytes(grown), format_bytes(bound_bytes))
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _stream_and_report(recipe: Recipe, optimizers: set[str]) -> None:
+    with directory() as path:
+        flags = ("--stream-optimizer-state-metrics-dir", str(path / "metrics"))
+        with streamed(recipe, path / "state", *flags, role="actor") as (training, handle):
+            training.steps(STEPS)
+            assert {label.partition("-")[2] for label in handle.reports} <= optimizers
+            own = path / "state" / "actor" / f"rank{dist.get_rank():05d}"
+            assert own.is_dir()
+            assert not [file for file in own.rglob("*") if file.is_file()], "files have no names"
+        dist.barrier()
+        seen: set[str] = set()
+        for rank in range(dist.get_world_size()):
+            files = sorted((path / "metrics").glob(f"actor-rank{rank:05d}-*.jsonl"))
+            assert files, f"rank {rank} streamed nothing"
+            for file in files:
+                lines = _lines(file)
+                assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), file
+                assert all(line["rank"] == rank for line in lines), file
+                assert sum(line["written_bytes"] for line in lines) > 0, file
+                assert all(line["num_windows"] > 0 for line in lines), file
+                seen.add(file.stem.rpartition("-")[2])
+        assert seen == optimizers
+        dist.barrier()
+
+
+def every_rank_streams() -> None:
+    """Each rank's own lines say so, worded for the optimizers that ran there."""
+    _stream_and_report(MUON, {"TensorParallelMuon", "AdamW"})
+    _stream_and_report(ADAM, {"AdamW"})
+
+
+def roles() -> None:
+    """An actor and a critic of one job do not see each other's state."""
+    with (
+        directory() as path,
+        streamed(MUON_DEALT, path, role="actor") as (actor, _),
+        streamed(varied(MUON_DEALT, seed=5), path, role="critic") as (critic, _),
+    ):
+        actor.steps(1)
+        critic.steps(1)
+        rank = f"rank{dist.get_rank():05d}"
+        assert sorted(each.name for each in path.iterdir()) == ["actor", "critic"]
+        assert (path / "actor" / rank).is_dir()
+        assert (path / "critic" / rank).is_dir()

@@ -1,0 +1,118 @@
+"""Every case on ranks: number of ranks, how they are laid out (see worker.py), case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+Outcome = Callable[[int, str, str], str]
+PLAIN = [
+    (1, "tp1", "plain.adam"),
+    (1, "tp1", "plain.muon"),
+    (2, "tp1", "plain.adam"),
+    (2, "tp1", "plain.muon"),
+    (2, "tp1", "plain.muon_dealt"),
+    (2, "tp2", "plain.dist_muon"),
+]
+PARITY = [
+    (1, "tp1", "parity.float16_adam"),
+    (1, "tp1", "parity.float16_muon"),
+    (1, "tp1", "parity.dist_muon"),
+    (1, "tp1", "parity.muon"),
+    (1, "tp1", "parity.muon_lion"),
+    (1, "tp1", "parity.muon_clipped"),
+    (1, "tp1", "parity.adam"),
+    (1, "tp1", "parity.adam_fused"),
+    (1, "tp1", "parity.adam_float16"),
+    (1, "tp1", "parity.adam_clipped"),
+    (1, "tp1", "parity.adam_zeros_counted"),
+    (1, "tp1", "parity.adam_experts"),
+    (1, "tp1", "parity.muon_experts"),
+    (2, "tp1", "parity.adam"),
+    (2, "tp1", "parity.muon"),
+    (2, "tp1", "parity.muon_dealt"),
+    (2, "tp1", "parity.muon_fused"),
+    (2, "tp1", "parity.adam_overlapped"),
+    (2, "tp1", "parity.muon_overlapped"),
+    (2, "tp1", "parity.adam_bfloat16_gradients"),
+    (2, "tp1", "parity.muon_bfloat16_gradients"),
+    (2, "tp2", "parity.adam"),
+    (2, "tp2", "parity.dist_muon"),
+    (2, "tp2", "parity.muon_duplicated"),
+    (2, "tp2", "parity.muon_distributed"),
+    (2, "ep2", "parity.adam_experts"),
+    (2, "ep2", "parity.muon_experts"),
+    (2, "ep2", "parity.muon_dealt_experts"),
+    (4, "tp1", "parity.dist_muon"),
+    (4, "tp1", "parity.adam"),
+    (4, "tp2", "parity.muon"),
+    (4, "tp2", "parity.adam"),
+    (4, "ep2", "parity.muon_dealt_experts"),
+]
+BEHAVIOUR = [
+    (1, "tp1", "parity.skipped_step"),
+    (1, "tp1", "parity.too_large_norm"),
+    (1, "tp1", "parity.scheduled"),
+    (1, "tp1", "parity.reloaded"),
+    (1, "tp1", "parity.set_up_late"),
+    (2, "tp1", "parity.skipped_step"),
+    (2, "tp1", "parity.reloaded"),
+]
+CHECKPOINTS = [
+    (1, "tp1", "checkpoints.float16_muon"),
+    (1, "tp1", "checkpoints.float16_adam"),
+    (1, "tp1", "checkpoints.torch_format"),
+    (1, "tp1", "checkpoints.adam_of_torch_by_rank"),
+    (2, "tp1", "checkpoints.muon_dealt"),
+    (2, "tp1", "checkpoints.muon_fused"),
+    (2, "tp1", "checkpoints.muon_fused_by_rank"),
+    (2, "tp1", "checkpoints.adam_fused"),
+    (2, "tp1", "checkpoints.adam_fused_by_rank"),
+    (2, "tp1", "checkpoints.adam_of_torch"),
+    (2, "tp1", "checkpoints.adam_of_torch_by_rank"),
+    (2, "tp1", "checkpoints.muon_of_torch"),
+    (2, "tp1", "checkpoints.own"),
+    (2, "tp2", "checkpoints.muon_dealt"),
+    (2, "ep2", "checkpoints.muon_dealt_experts"),
+    (4, "tp2", "checkpoints.save_to_reshard"),
+    (4, "tp1", "checkpoints.load_resharded"),
+]
+BOUNDS = [
+    (1, "tp1", "bounds.anonymous_memory"),
+    (2, "tp1", "bounds.roles"),
+    (4, "tp1", "bounds.every_rank_streams"),
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), PLAIN)
+def test_megatron_itself_trains_on_a_cpu(
+    outcome: Outcome, world: int, layout: str, case: str
+) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), PARITY)
+def test_streaming_gives_the_bits_of_megatron_itself(
+    outcome: Outcome, world: int, layout: str, case: str
+) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), BEHAVIOUR)
+def test_what_megatron_does_around_a_step_goes_on_working(
+    outcome: Outcome, world: int, layout: str, case: str
+) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), CHECKPOINTS)
+def test_checkpoints_are_those_of_megatron(
+    outcome: Outcome, world: int, layout: str, case: str
+) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), BOUNDS)
+def test_memory_drive_and_reports(outcome: Outcome, world: int, layout: str, case: str) -> None:
+    assert outcome(world, layout, case) == ""
