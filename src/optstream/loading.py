@@ -91,7 +91,9 @@ class Loader:
         check_groups(source, groups, names)
         self._state.extend({name for name, state in states.items() if state})
         known = [name for group in names for name in group]
-        compare(self._state.plan.params, states, known).settle(source, strict)
+        elsewhere = self._state.roster.kept_elsewhere()
+        mine = {name: state for name, state in states.items() if name not in elsewhere}
+        compare(self._state.plan.params, mine, known).settle(source, strict)
 
     def put(
         self,

@@ -1,10 +1,11 @@
 """The manifest: what a snapshot holds, by parameter name, and where each piece lies.
 
     {"format": "optstream", "version": 1, "xxh3": "...", "body": {
-        "optimizer": "torch.optim.adamw.AdamW", "step": 12, "rank_windows": [64], "piece_bytes": 8388608,
+        "optimizer": "torch.optim.adamw.AdamW", "step": 12, "rank_windows": [64],
+        "piece_bytes": 8388608,
         "groups":  [{"params": ["h.0.weight", ...], "values": ...}, ...],
-        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16", "kept": ..., "unplanned":
-        ...,
+        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16", "kept": ...,
+                    "unplanned": ...,
                     "tensors": {"exp_avg": {"dtype": "float32", "shape": [...], "stride": null,
                                             "pieces": [[window, offset, start, numel], ...]}}}},
         "windows": [{"file": "rank00000/window00000.safetensors", "header_bytes": 4096,

@@ -97,7 +97,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks: where it fails on one it fails on all.
+        """Run a block on all ranks: where it fails on one it fails on all; blocks may be nested.
 
         Raises:
             RankError: on the ranks where it did not fail, with the message of one where it did.
@@ -107,7 +107,9 @@ class Ranks:
         except RankError:
             raise  # the others know
         except BaseException as error:
-            self.fail(error)
+            if not getattr(error, "_told_to_ranks", False):  # by a block inside
+                setattr(error, "_told_to_ranks", True)  # noqa: B010
+                self.fail(error)
             raise
         self.gather(None)
 
