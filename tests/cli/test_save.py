@@ -122,10 +122,10 @@ def test_a_directory_that_cannot_be_made_is_refused(command, place, text, tmp_pa
 
 
 def test_two_runs_do_not_save_in_one_directory(tmp_path):
-    with open_saves(tmp_path / "s", None):
+    with open_saves(tmp_path / "s", None, Ranks(None)):
         with (
             pytest.raises(ConfigError, match="another run saves"),
-            open_saves(tmp_path / "s", None),
+            open_saves(tmp_path / "s", None, Ranks(None)),
         ):
             pass
         assert (tmp_path / "s").is_dir()

@@ -131,7 +131,7 @@ def test_two_ranks_save_and_others_go_on(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(sentences(1000))
     flags = ["train", "--model", "tiny", "--text", text, "--steps", 4, "--batch-size", 4]
-    flags += ["--seq-len", 16, "--eval-tokens", 64, "--window", "64KiB", "--quiet"]
+    flags += ["--seq-len", 16, "--eval-tokens", 64, "--quiet"]
 
     def run(size: int, name: str, *more: object) -> list[float]:
         path = tmp_path / f"{name}.jsonl"
@@ -140,7 +140,7 @@ def test_two_ranks_save_and_others_go_on(tmp_path: Path) -> None:
         lines = read_metrics(path, size)[0] if size > 1 else read_lines(path)
         return [line["loss"] for line in lines if "loss" in line]
 
-    saves = ["--save-dir", "saves", "--save-every", 2]
+    saves = ["--save-dir", "saves", "--save-every", 2, "--window", "64KiB"]
     whole = run(2, "whole", *saves)
     names = sorted(path.name for path in (tmp_path / "saves").iterdir())
     assert names == ["step000002", "step000004"]
