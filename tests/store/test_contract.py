@@ -315,6 +315,25 @@ class TestStore:
             assert content(store, 0, pages(5)) == expected
         assert frozen_bytes(frozen[0])[4096:] == pages(5, fill=1)
 
+    def test_a_frozen_window_is_written_as_a_whole(
+        self, store: Store, pages: Pages, windows: Windows
+    ) -> None:
+        """As resident windows are by a save; pieces come from several threads."""
+        num_pages = 3 * PIECE_BYTES // 4096 - 5
+        store.reserve(windows(num_pages))
+        update(store, 0, pages(num_pages, fill=1))
+        frozen = store.freeze([0])
+        store.prepare_write(0)
+        wanted = pages(num_pages, fill=7)
+        with ThreadPoolExecutor(3) as pool:
+            for at in range(0, len(wanted), PIECE_BYTES):
+                pool.submit(store.write, 0, at, wanted[at : at + PIECE_BYTES])
+        assert content(store, 0, pages(num_pages)) == wanted
+        if not store.in_place:
+            digests = store.freeze([0])[0].ordered_digests()
+            assert digests[1] == xxhash.xxh3_64_intdigest(wanted[:PIECE_BYTES])
+        assert frozen_bytes(frozen[0])[4096:] == pages(num_pages, fill=1)
+
     def test_digests_are_of_what_was_written(
         self, store: Store, pages: Pages, windows: Windows
     ) -> None:
