@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.checkpoint.conversion import check_weights, report_conversions
 from optstream.checkpoint.directory import open_checkpoint, verify
 from optstream.checkpoint.match import check_class, check_groups, check_shapes, compare, fitting
 from optstream.checkpoint.snapshot import Snapshot
@@ -38,17 +40,30 @@ class Loader:
         snapshot = open_checkpoint(path.absolute())
         manifest, source = snapshot.manifest, f"checkpoint {path}"
         check_class(source, manifest.optimizer, self._optimizer, strict)
-        states = {name: snapshot.state(name) for name in manifest.params}
-        self.check(source, manifest.groups, states, strict)
+        outlines = {name: snapshot.outline(name) for name in manifest.params}
+        self.check(source, manifest.groups, outlines, strict)
         shapes = {name: param.shape for name, param in manifest.params.items()}
         check_shapes(source, shapes, self._state.plan.params)
+        weights = self._split_weights()
+        check_weights(source, snapshot, weights, strict)
         if check:
             verify(snapshot)
         if not self._adopt(snapshot):
             if not check:
                 verify(snapshot)
+            report_conversions(source, manifest, self._state.plan.params)
+            folder = self._state.store.folder
+            states = {
+                name: snapshot.state(name, weights.get(name), folder) for name in manifest.params
+            }
             self.put(source, manifest.groups, states)
         return manifest.step
+
+    def _split_weights(self) -> dict[str, Tensor]:
+        """Return, by name, the parameters that split masters may belong to."""
+        specs = enumerate(self._state.plan.params)
+        param = self._state.roster.param
+        return {spec.name: param(i) for i, spec in specs if spec.dtype == torch.bfloat16}
 
     def check(
         self,

@@ -147,6 +147,10 @@ class OnDrive(Store):
         return True
 
     @property
+    def folder(self) -> Path:
+        return self._drives[0].directory
+
+    @property
     def num_drives(self) -> int:
         return len(self._drives)
 
