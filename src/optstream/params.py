@@ -6,7 +6,6 @@ A change is followed when the stored state still fits and is an error when it do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from optstream.codecs import EXACT, CodecChoice
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
 from optstream.format import is_dense
-from optstream.layout import Layout, find_layout, is_streamed
+from optstream.layout import Layout, find_layout
 from optstream.plan import MASTER, ParamSpec, StateTensor
 from optstream.rule import ELEMENTWISE, is_elementwise
 
@@ -251,18 +250,3 @@ def unplanned(
             needs = param.requires_grad or param.grad is not None or state.get(param)
             if needs and (g, i) not in planned:
                 yield g, i
-
-
-def has_existing_state(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer kept anything already (steps taken, Adagrad's start value)."""
-    return any(state for state in optimizer.state.values())
-
-
-def existing_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of tensors the optimizer holds in memory now."""
-    return sum(
-        math.prod(value.shape) * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if is_streamed(value)
-    )

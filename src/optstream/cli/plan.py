@@ -13,9 +13,16 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from optstream.cli.parser import budget, bytes_per_s, number_above, size, whole_number, window_size
+from optstream.cli.parser import (
+    budget,
+    bytes_per_s,
+    given_path,
+    number_above,
+    size,
+    whole_number,
+    window_size,
+)
 from optstream.cli.plan_text import facts, sentence, text
 from optstream.training.config import DTYPES
 
@@ -92,7 +99,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--doctor",
-        type=Path,
+        type=given_path,
         metavar="FILE",
         help="what optstream doctor --json DIR found on the node; the next three replace its parts",
     )

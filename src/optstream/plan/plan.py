@@ -194,7 +194,7 @@ def parse_window_bytes(window_bytes: int) -> int:
     if window_bytes < MIN_WINDOW_BYTES:
         raise ConfigError(
             f"window={window_bytes} bytes is too small; give at least "
-            f'{format_bytes(MIN_WINDOW_BYTES)} ("256MiB" is the default)'
+            f"{format_bytes(MIN_WINDOW_BYTES)}"
         )
     return window_bytes
 

@@ -113,8 +113,11 @@ def _loss(model: LanguageModel, batch: torch.Tensor, reduction: str = "mean") ->
 
 
 @torch.no_grad()
-def held_out_loss(job: Job) -> float:
-    """Return the mean loss over the same held-out tokens each time, nats a token."""
+def held_out_loss(job: Job, stop: StopRequest) -> float | None:
+    """Return the mean loss over the same held-out tokens each time, nats a token; None if stopped.
+
+    A signal that was deferred ends it after the batch it arrives in.
+    """
     config = job.config
     job.model.module.eval()
     total, num_tokens = 0.0, 0
@@ -122,7 +125,12 @@ def held_out_loss(job: Job) -> float:
         config.eval_tokens, batch_size=config.batch_size, seq_len=config.seq_len
     )
     for batch in itertools.islice(batches, job.ranks.rank, None, job.ranks.size):
+        if stop.signum is not None:
+            break
         total += _loss(job.model, batch, reduction="sum").item()
         num_tokens += batch[:, 1:].numel()
-    shares = job.ranks.gather((total, num_tokens))
+    shares = job.ranks.gather((total, num_tokens, stop.signum or 0))
+    stop.signum = max(share[2] for share in shares) or None
+    if stop.signum is not None:
+        return None
     return sum(share[0] for share in shares) / sum(share[1] for share in shares)
