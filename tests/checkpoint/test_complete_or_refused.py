@@ -152,7 +152,7 @@ def test_strict_false_takes_what_fits_and_reports(
 def optimizer_before(path: Path) -> torch.Tensor:
     from optstream.checkpoint.directory import open_checkpoint
 
-    return open_checkpoint(path).state("group0.param0")["exp_avg_sq"]
+    return open_checkpoint(path).tensor("group0.param0", "exp_avg_sq", None, path.parent)
 
 
 # -- damage

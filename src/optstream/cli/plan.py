@@ -24,7 +24,7 @@ from optstream.cli.parser import (
     window_size,
 )
 from optstream.cli.plan_text import facts, sentence, text
-from optstream.training.config import DTYPES
+from optstream.training.config import CODECS, DTYPES
 
 SUMMARY = "say what a model's state would cost on a drive, in memory and in time"
 OPTIMIZERS = ("muon", "adamw", "sgd")
@@ -74,6 +74,12 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         default="0",
         metavar="SIZE|PERCENT",
         help='state that stays in memory between steps, "8GiB" or "25%%" of it (default: 0)',
+    )
+    group.add_argument(
+        "--codec",
+        choices=CODECS,
+        default="exact",
+        help="how the state is stored, see docs/codecs.md (default: exact)",
     )
     group.add_argument(
         "--ranks",
@@ -139,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     with _quiet():
         model = read_model(args.model, getattr(torch, args.dtype))
         optimizer = make_optimizer(args.optimizer, model.module)
-        specs = describe_all(model.module, optimizer, args.device)
+        specs = describe_all(model.module, optimizer, args.device, args.codec)
         ram = parse_budget(args.ram)
         plans = make_plans(specs, optimizer, args.window_bytes, ram, args.ranks)
         on_node = args.ranks_per_node or args.ranks

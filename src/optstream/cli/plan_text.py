@@ -27,6 +27,7 @@ def facts(args: argparse.Namespace, model: ModelShape, estimate: Estimate) -> di
         "dtype": args.dtype,
         "device": args.device,
         "window_bytes": args.window_bytes,
+        "codec": args.codec,
         "weights_bytes": model.num_bytes,
         "ranks": ranks,
         "most_of_a_rank": {name: max(rank[name] for rank in ranks) for name in ranks[0]},
@@ -131,9 +132,11 @@ def _use(args: argparse.Namespace, estimate: Estimate) -> str:
     threads = estimate.node.io_threads
     group = ", process_group=dist.group.WORLD" if args.ranks > 1 else ""
     ram = f', ram="{args.ram}"' if any(plan.num_resident for plan in estimate.plans) else ""
+    codec = f', codec="{args.codec}"' if args.codec != "exact" else ""
     return (
         f'optstream.offload(optimizer, {where}, model=model, window="{_size(args.window_bytes)}"'
         + ram
+        + codec
         + group
         + (f", io_threads={threads})" if threads else ")")
     )
