@@ -69,21 +69,6 @@ def test_refused(command, text, place: Path):
     assert "--codec does nothing with --store none" in outcome.err
 
 
-def test_plan_counts_the_bytes(command):
-    found = {
-        codec: json.loads(command("plan", "1B", "--json", "--codec", codec).out)
-        for codec in ("exact", "split", "int8")
-    }
-    bytes_per_param = {
-        codec: facts["most_of_a_rank"]["state_bytes"] / facts["num_params"]
-        for codec, facts in found.items()
-    }
-    assert 8 < bytes_per_param["exact"] < 12
-    assert bytes_per_param["split"] == pytest.approx(bytes_per_param["exact"] - 2, abs=0.01)
-    assert bytes_per_param["int8"] < 4.2
-    assert ', codec="split")' in command("plan", "1B", "--codec", "split").out
-
-
 def test_inspect_shows_codecs(losses, command, place: Path):
     losses("--steps", 2, *BF16, "--codec", "int8", "--save-dir", "s")
     out = command("inspect", "s/step000002").out

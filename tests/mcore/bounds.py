@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore.gpt import ADAM, MUON, MUON_DEALT, Recipe, varied
+from mcore.gpt import ADAM, MUON, MUON_DEALT, Recipe, Training, varied
 from mcore.streaming import directory, streamed
 from optstream.memory import read_memory
 from optstream.units import format_bytes
@@ -42,22 +42,45 @@ class _Peak:
             self.peak_bytes = max(self.peak_bytes, read_memory().anon_bytes)
 
 
+def _grown_bytes(training: Training) -> int:
+    """Return what a step needs above what there was before it."""
+    training.gradients()
+    before_bytes = read_memory().anon_bytes
+    with _Peak() as peak:
+        training.optimizer.step()
+    return peak.peak_bytes - before_bytes
+
+
 def anonymous_memory() -> None:
-    """No step uses more than the plans say, above what model and gradients take."""
+    """No step needs more than the plans say; a first one without optstream makes all the state."""
     recipe = varied(ADAM, model=LARGE)
     with directory() as path, streamed(recipe, path, window_bytes=2**20) as (training, handle):
         plans = [child.streamed.plan for child in handle.children]
         state_bytes = sum(plan.state_bytes for plan in plans)
         bound_bytes = sum(plan.peak_host_bytes for plan in plans)
         assert state_bytes > 1.5 * bound_bytes, (state_bytes, bound_bytes)
-        training.gradients()
-        before_bytes = read_memory().anon_bytes
-        for _ in range(STEPS):
+        grown = [_grown_bytes(training) for _ in range(STEPS)]
+    assert max(grown) < bound_bytes, ([format_bytes(g) for g in grown], format_bytes(bound_bytes))
+    assert _grown_bytes(Training(recipe)) > bound_bytes
+
+
+def no_float32_gradients() -> None:
+    """Gradients that DDP reduces in bfloat16 are in float32 in no more than one window."""
+    for recipe in (ADAM, MUON_DEALT):
+        recipe = varied(recipe, ddp={"grad_reduce_in_fp32": False})
+        with directory() as path, streamed(recipe, path) as (training, handle):
             training.gradients()
-            with _Peak() as peak:
-                training.optimizer.step()
-            grown = peak.peak_bytes - before_bytes
-            assert grown < bound_bytes, (format_bytes(grown), format_bytes(bound_bytes))
+            assert not training.optimizer.prepare_grads()
+            held = [
+                one
+                for child in handle.children
+                for group in child._held
+                for one in group
+                if one.has_master
+            ]
+            assert held
+            assert all(one.tensor.grad is None for one in held)
+            assert all(one.reduced().dtype.itemsize == 2 for one in held)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -61,6 +61,12 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         help="where the parameters are and the update runs (default: cuda)",
     )
     group.add_argument(
+        "--codec",
+        choices=CODECS,
+        default="exact",
+        help="how state is stored, docs/codecs.md (default: exact)",
+    )
+    group.add_argument(
         "--window",
         dest="window_bytes",
         type=window_size,
@@ -74,12 +80,6 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         default="0",
         metavar="SIZE|PERCENT",
         help='state that stays in memory between steps, "8GiB" or "25%%" of it (default: 0)',
-    )
-    group.add_argument(
-        "--codec",
-        choices=CODECS,
-        default="exact",
-        help="how the state is stored, see docs/codecs.md (default: exact)",
     )
     group.add_argument(
         "--ranks",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
-from optstream.codecs import EXACT, CodecChoice, Setting
+from optstream.codecs import EXACT, CodecChoice
 from optstream.distributed.shares import Shares
 from optstream.errors import ConfigError
 from optstream.params import Describer, parameter_names, unplanned
@@ -22,7 +22,7 @@ MAX_WINDOWS = 100_000
 
 
 def describe_all(
-    model: nn.Module, optimizer: Optimizer, device: str, codec: Setting = EXACT
+    model: nn.Module, optimizer: Optimizer, device: str, codec: str = EXACT
 ) -> list[ParamSpec]:
     """Return what the plan is told of every parameter, as `offload` tells it.
 
@@ -32,8 +32,8 @@ def describe_all(
         codec: how state is stored.
 
     Raises:
-        ConfigError: a codec that fits no state of it.
         UnsupportedOptimizerError: see `Describer.describe`.
+        ConfigError: a codec that fits no state.
     """
     codecs = CodecChoice(codec)
     describer = Describer(optimizer, master_weights=True, device=device, codecs=codecs)

@@ -19,7 +19,7 @@ import xxhash
 from optstream.errors import WindowReadError, WindowWriteError
 from optstream.store import pages
 from optstream.store.base import PAGE_BYTES, PIECE_BYTES, FrozenFile
-from optstream.store.files import LiveFile, check_digest
+from optstream.store.live import LiveFile, check_digest
 from optstream.store.on_drive import OnDrive
 from optstream.store.transfer import read_whole
 

@@ -75,8 +75,10 @@ def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator
         optimizer_s = time.perf_counter() - optimizer_start
         scheduler.step()
         job.model.module.zero_grad(set_to_none=True)
-        stop.signum = max(job.ranks.gather(stop.signum or 0)) or None
-        stopping = stop.signum is not None
+        signum = max(job.ranks.gather(stop.signum or 0))
+        stopping = signum > 0
+        if stopping:
+            stop.signum = signum  # of another rank perhaps
         save_s = save(step + 1, stopping or step + 1 == config.steps)
         yield StepRecord(
             step=step + 1,
@@ -130,7 +132,8 @@ def held_out_loss(job: Job, stop: StopRequest) -> float | None:
         total += _loss(job.model, batch, reduction="sum").item()
         num_tokens += batch[:, 1:].numel()
     shares = job.ranks.gather((total, num_tokens, stop.signum or 0))
-    stop.signum = max(share[2] for share in shares) or None
-    if stop.signum is not None:
+    signum = max(share[2] for share in shares)
+    if signum > 0:
+        stop.signum = signum  # of another rank perhaps
         return None
     return sum(share[0] for share in shares) / sum(share[1] for share in shares)

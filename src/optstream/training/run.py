@@ -42,7 +42,7 @@ from optstream.training.trainer_state import (
     versions,
 )
 from optstream.training.updater import Updater, make_updater
-from optstream.training.weights import load_weights
+from optstream.training.weights import load_weights, weights_digest
 
 
 class Observer(Protocol):
@@ -179,7 +179,8 @@ def _optimize(
         save = partial(_save, job, state, saves, updater)
         with stop.deferred():
             if resumed is None:
-                _write(config, {"step": 0, "held_out_loss": state.loss_before})
+                before = {"step": 0, "held_out_loss": state.loss_before}
+                _write(config, before | _on_rank(job, plan))
             for record in steps(job, updater, stop, save):
                 totals.add(record)
                 _write(config, asdict(record))
@@ -188,7 +189,8 @@ def _optimize(
     with stop.deferred():
         loss_after = held_out_loss(job, stop)
     if loss_after is not None:
-        _write(config, {"step": config.steps, "held_out_loss": loss_after})
+        after = {"step": config.steps, "held_out_loss": loss_after}
+        _write(config, after | {"weights_xxh3": weights_digest(module)})
     return RunResult(
         plan=plan,
         totals=totals,
@@ -232,6 +234,16 @@ def _plan(updater: Updater, job: Job) -> RunPlan:
         resident_bytes=streamed.resident_bytes if streamed else 0,
         peak_host_bytes=streamed.peak_host_bytes if streamed else 0,
     )
+
+
+def _on_rank(job: Job, plan: RunPlan) -> dict[str, object]:
+    """Return what this rank keeps of the state, for its metrics."""
+    return {
+        "rank": job.ranks.rank,
+        "num_windows": plan.num_windows,
+        "state_bytes": plan.state_bytes,
+        "peak_host_bytes": plan.peak_host_bytes,
+    }
 
 
 def _check_metrics(config: TrainConfig) -> None:
