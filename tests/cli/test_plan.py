@@ -120,6 +120,6 @@ def test_no_model(command, place):
 
 
 def test_large_windows_are_said_once(command, caplog):
-    outcome = command("plan", "1B", "--window", "1MiB")
+    outcome = command("plan", "1B", "--window", "1MiB", "--memory", "6GiB")
     assert (outcome.err, caplog.messages) == ("", [])
     assert ", the largest " in outcome.out

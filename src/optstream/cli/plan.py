@@ -150,10 +150,12 @@ def run(args: argparse.Namespace) -> int:
         plans = make_plans(specs, optimizer, args.window_bytes, ram, args.ranks)
         on_node = args.ranks_per_node or args.ranks
         estimate = Estimate(plans, node, on_node, ram, args.step_time, args.endurance)
-        checks = estimate.checks
-    shown = json.dumps(facts(args, model, estimate), indent=1)
-    sys.stdout.write((shown if args.json else text(args, model, estimate)) + "\n")
-    wrong = [sentence(check) for check in checks if not check.fits]
+        if args.json:
+            shown = json.dumps(facts(args, model, estimate), indent=1)
+        else:
+            shown = text(args, model, estimate)
+    sys.stdout.write(shown + "\n")
+    wrong = [sentence(check) for check in estimate.checks if not check.fits]
     if wrong:
         sys.stderr.write(f"optstream: {'; '.join(wrong)}\n")
     return 1 if wrong else 0
