@@ -83,6 +83,7 @@ CHECKPOINTS = [
 BOUNDS = [
     (1, "tp1", "bounds.anonymous_memory"),
     (1, "tp1", "bounds.no_float32_gradients"),
+    (1, "tp1", "bounds.saves_from_files"),
     (2, "tp1", "bounds.roles"),
     (4, "tp1", "bounds.every_rank_streams"),
 ]
