@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,20 @@ from optstream.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
-GradientOf = Callable[[Tensor], Tensor | None]
+
+
+class ScaledGradient(NamedTuple):
+    """A gradient of a parameter with a master, to be multiplied in float32 once it is cast.
+
+    Attributes:
+        factor: one element: what a loss scale and clipping come to.
+    """
+
+    grad: Tensor
+    factor: Tensor
+
+
+GradientOf = Callable[[Tensor], Tensor | ScaledGradient | None]
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class Bound:
 
     param: Tensor
     grad: Tensor
+    factor: Tensor | None = None
 
 
 def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
@@ -185,7 +199,7 @@ def gradient_source(optimizer: Optimizer) -> GradientOf:
     """Return what gives a parameter's gradient.
 
     An optimizer whose gradients are elsewhere than in `.grad`, or of another dtype, says so itself
-    with a method `gradient_of(param) -> Tensor | None`.
+    with a method `gradient_of(param) -> Tensor | ScaledGradient | None`.
     """
     return getattr(optimizer, "gradient_of", None) or attrgetter("grad")
 
@@ -209,7 +223,9 @@ def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) ->
         grad = gradient_of(param)
         if grad is not None:
             _check_same(spec, param)
-            bound[index] = Bound(param, _dense_grad(spec, grad))
+            grad, factor = grad if isinstance(grad, ScaledGradient) else (grad, None)
+            assert factor is None or spec.has_master
+            bound[index] = Bound(param, _dense_grad(spec, grad), factor)
     return bound
 
 

@@ -75,6 +75,7 @@ WRONG = {
     "plan for nothing": (["plan", "7B", "--memory", "0"], "--memory"),
     "plan for a rate of nothing": (["plan", "7B", "--bandwidth", "0/s"], "--bandwidth"),
     "plan with the RAM of another machine": (["plan", "7B", "--ram", "auto"], "--ram"),
+    "plan an unknown codec": (["plan", "7B", "--codec", "fp8"], "--codec"),
     "plan for no ranks": (["plan", "7B", "--ranks", "0"], "--ranks"),
     "plan for more on a node": (["plan", "7B", "--ranks-per-node", "2"], "--ranks-per-node"),
     "plan for no time": (["plan", "7B", "--step-time", "0"], "--step-time"),

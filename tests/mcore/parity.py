@@ -104,6 +104,18 @@ def adam_bfloat16_gradients() -> None:
     equal_bits(varied(ADAM, ddp={"grad_reduce_in_fp32": False}))
 
 
+def adam_bfloat16_gradients_clipped() -> None:
+    equal_bits(varied(ADAM, ddp={"grad_reduce_in_fp32": False}, config={"clip_grad": 0.1}))
+
+
+def adam_float16_gradients() -> None:
+    """Loss scaling sees gradients that are never there in float32."""
+    model = {"bf16": False, "fp16": True, "params_dtype": torch.float16}
+    config = {**model, "initial_loss_scale": 2.0**20, "loss_scale_window": 3, "hysteresis": 1}
+    model["pipeline_dtype"] = torch.float16
+    equal_bits(varied(ADAM, model=model, config=config, ddp={"grad_reduce_in_fp32": False}))
+
+
 def muon_bfloat16_gradients() -> None:
     equal_bits(varied(MUON_DEALT, ddp={"grad_reduce_in_fp32": False}))
 

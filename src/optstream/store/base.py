@@ -195,8 +195,8 @@ class Store(ABC):
             WindowWriteError: there is none, and the drive refuses one.
         """
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
-        """Take files, with their digests as in FrozenFile, as what these windows hold, frozen.
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
+        """Take the files of a checkpoint as what these windows hold, frozen.
 
         No bytes move; digests are checked when pieces are first read.
 

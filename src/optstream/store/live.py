@@ -121,7 +121,7 @@ class LiveFile:
 
     def abandon(self) -> None:
         """Close the file and leave it as it is: in a forked child it is the parent's."""
-        self.path = self.view = None
+        self.path = None
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)

@@ -14,7 +14,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from optstream.errors import ClosedError, OutOfSpaceError, WindowWriteError
 from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
@@ -129,12 +128,11 @@ class OnDrive(Store):
         self._held.live[window] = self._held.spares.pop(window)
         return frozen
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
         self._check_usable()
         adopted: dict[int, LiveFile] = {}
-        for window, (path, digests) in files.items():
-            drive = self._drives[self.drive(window)]
-            live = drive.adopt(path, self._specs[window], digests)
+        for window, frozen in files.items():
+            live = self._drives[self.drive(window)].adopt(frozen, self._specs[window])
             if live is None:
                 for other in adopted.values():
                     other.abandon()

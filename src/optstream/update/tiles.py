@@ -55,6 +55,7 @@ class _Gradient:
 
     target: Tensor
     grad: Tensor
+    factor: Tensor | None
     attributes: Mapping[str, Any]
 
 
@@ -155,7 +156,7 @@ class Tiles:
         if spec.has_master:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(gradients)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
-            grad = wide.copy_(grad)
+            grad = _widened(wide, grad, bound.factor)
         attributes = vars(bound.param)
         if piece.numel <= spec.max_tile:
             yield self._tile(spec, piece, 0, target, grad, views, attributes)
@@ -176,6 +177,7 @@ class Tiles:
             whole = _Gradient(
                 part_of(here.param.detach(), piece),
                 part_of(here.grad.detach(), piece),
+                here.factor,
                 vars(here.param),
             )
             alone = spec.temporaries is Temporaries.BATCHED or self._makes_state(spec, piece.param)
@@ -215,7 +217,7 @@ class Tiles:
             else:
                 self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = scratch.take(stop - start).as_strided(target.shape, views[MASTER].stride())
-            grad = wide.copy_(grad)
+            grad = _widened(wide, grad, whole.factor)
         for key in decoded.keys() & stored - {MASTER}:
             scratch.decode(decoded[key], Place())
         return self._tile(spec, piece, start, target, grad, views, whole.attributes, decoded)
@@ -263,6 +265,12 @@ class Tiles:
         if key == MASTER:
             return Place(in_memory_order(param, view.stride()))
         return Place(salt=salt(self.seed, self.step, f"{spec.name}/{key}"))
+
+
+def _widened(wide: Tensor, grad: Tensor, factor: Tensor | None) -> Tensor:
+    """Cast a gradient into float32 space, and multiply it there."""
+    wide.copy_(grad)
+    return wide if factor is None else wide.mul_(factor)
 
 
 def _starts(piece: Piece, spec: ParamSpec) -> range:
