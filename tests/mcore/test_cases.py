@@ -58,6 +58,7 @@ BEHAVIOUR = [
     (1, "tp1", "parity.scheduled"),
     (1, "tp1", "parity.reloaded"),
     (1, "tp1", "parity.set_up_late"),
+    (1, "tp1", "parity.half_resident"),
     (2, "tp1", "parity.skipped_step"),
     (2, "tp1", "parity.reloaded"),
 ]
