@@ -38,17 +38,17 @@ class Saver:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
         """
         self.background.wait()
-        target, ranks = path.absolute(), self._state.ranks
+        ranks = self._state.ranks
         with ranks.together():
-            check_target(target)
-            away_bytes = ranks.gather(self.freezer.bytes_off(existing_parent(target)))
-            check_space(target, sum(away_bytes))
+            check_target(path)
+            away_bytes = ranks.gather(self.freezer.bytes_off(existing_parent(path)))
+            check_space(path, sum(away_bytes))
             snapshot = self.freezer.snapshot(step)
         manifest = merged(ranks.gather(snapshot.manifest))
         mine = manifest.windows_of(ranks.rank)
         files = {mine[window]: file for window, file in snapshot.files.items()}
         whole = Snapshot(manifest, files, directory=None)
-        self.background.start(partial(publish, whole, target, ranks.beside()))
+        self.background.start(partial(publish, whole, path, ranks.beside()))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""
