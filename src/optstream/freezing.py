@@ -43,6 +43,12 @@ class Freezer:
                 f"a step failed after {state.num_updated} windows; call step() again with the same "
                 "gradients to finish it, or load a checkpoint"
             )
+        encoded = [spec.name for spec in state.plan.params if spec.is_encoded]
+        if encoded:
+            raise StateChangedError(
+                f"{encoded[0]} and {len(encoded) - 1} more are stored with a codec, of which this "
+                'version makes no checkpoints or state_dicts; use codec="exact" to save'
+            )
         files = state.stream.freeze()
         names = [spec.name for spec in state.plan.params]
         assert len(set(names)) == len(names)
@@ -98,7 +104,7 @@ class Freezer:
     def _pieces(self, index: int, key: str) -> Iterator[StoredPiece]:
         for window, piece in self._state.roster.pieces(index):
             extent = piece.extent(key)
-            numel = extent.num_bytes // extent.dtype.itemsize
+            numel = extent.numel
             yield StoredPiece(window, extent.offset, piece.start, numel)
 
     def bytes_off(self, directory: Path) -> int:

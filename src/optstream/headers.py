@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from optstream.codecs import CODECS, EXACT
 from optstream.format import TensorRecord, build_header, dtype_name
 from optstream.plan import Extent, Piece, Plan, Window
 from optstream.store.base import WindowFile
@@ -29,7 +32,20 @@ def _record(plan: Plan, piece: Piece, extent: Extent) -> TensorRecord:
         start=piece.start,
         offset=extent.offset,
         stride=None if _is_row_major(extent) else extent.stride,
+        codec=extent.codec,
+        **_stored_as(extent),
     )
+
+
+def _stored_as(extent: Extent) -> dict[str, Any]:
+    """Return what a reader that knows no codecs sees of encoded values."""
+    if extent.codec == EXACT:
+        return {}
+    dtype = CODECS[extent.codec].reader_dtype
+    return {
+        "stored_dtype": dtype_name(dtype),
+        "stored_numel": extent.num_bytes // dtype.itemsize,
+    }
 
 
 def _is_row_major(extent: Extent) -> bool:

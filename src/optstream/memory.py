@@ -7,6 +7,7 @@ their own.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,6 +161,22 @@ def _grown(before: Number | None, now: Number | None) -> Number | None:
     if before is None or now is None:
         return None
     return max(now - before, type(now)(0))  # less: the process was moved to another cgroup
+
+
+def read_dirty_limit_bytes(proc: Path = PROC) -> int | None:
+    """Return how much page cache may wait to be written before the kernel slows who changes it.
+
+    That is midway between vm.dirty_background_ratio and vm.dirty_ratio, of memory that is free or
+    page cache now; None where the kernel does not tell.
+    """
+    try:
+        text = (proc / "vmstat").read_text()
+    except OSError:
+        return None
+    found = dict(re.findall(r"^(nr_dirty_(?:background_)?threshold) (\d+)$", text, re.MULTILINE))
+    if len(found) < 2:
+        return None
+    return sum(map(int, found.values())) // 2 * mmap.PAGESIZE
 
 
 def trim_heap() -> None:

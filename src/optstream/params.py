@@ -6,24 +6,38 @@ A change is followed when the stored state still fits and is an error when it do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.codecs import EXACT, CodecChoice
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
-from optstream.layout import Layout, find_layout, is_streamed
+from optstream.format import is_dense
+from optstream.layout import Layout, find_layout
 from optstream.plan import MASTER, ParamSpec, StateTensor
 from optstream.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
-GradientOf = Callable[[Tensor], Tensor | None]
+
+
+class ScaledGradient(NamedTuple):
+    """A gradient of a parameter with a master, to be multiplied in float32 once it is cast.
+
+    Attributes:
+        factor: one element: what a loss scale and clipping come to.
+    """
+
+    grad: Tensor
+    factor: Tensor
+
+
+GradientOf = Callable[[Tensor], Tensor | ScaledGradient | None]
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Bound:
 
     param: Tensor
     grad: Tensor
+    factor: Tensor | None = None
 
 
 def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
@@ -62,16 +77,22 @@ class Describer:
     """Makes ParamSpecs; equal parameters of a group are looked into once."""
 
     def __init__(
-        self, optimizer: Optimizer, master_weights: bool, device: str | None = None
+        self,
+        optimizer: Optimizer,
+        master_weights: bool,
+        device: str | None = None,
+        codecs: CodecChoice | None = None,
     ) -> None:
         """Take an optimizer whose groups may grow later.
 
         Args:
             device: where the parameters will be, for those that are on the meta device now.
+            codecs: how state is stored; None: all exact.
         """
         self._optimizer = optimizer
         self._master_weights = master_weights
         self._device = device
+        self._codecs = codecs or CodecChoice(EXACT)
         # an optimizer whose kernels know real devices only has a method that gives another one,
         # which keeps the same state
         self._probed = getattr(optimizer, "layout_twin", lambda: optimizer)()
@@ -101,13 +122,20 @@ class Describer:
             shape=tuple(param.shape),
             dtype=param.dtype,
             device=self._device or str(param.device),
-            states=states,
+            states=tuple(self._encoded(name, param, state) for state in states),
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
         )
+
+    def _encoded(self, name: str, param: Tensor, state: StateTensor) -> StateTensor:
+        is_master = state.key == MASTER
+        if is_master and not is_dense(tuple(param.shape), param.stride()):
+            return state  # it shares no order of memory with its master
+        of_master = param.dtype if is_master else None
+        return replace(state, codec=self._codecs.choose(name, state.key, state.dtype, of_master))
 
     @property
     def advances_groups(self) -> bool:
@@ -171,7 +199,7 @@ def gradient_source(optimizer: Optimizer) -> GradientOf:
     """Return what gives a parameter's gradient.
 
     An optimizer whose gradients are elsewhere than in `.grad`, or of another dtype, says so itself
-    with a method `gradient_of(param) -> Tensor | None`.
+    with a method `gradient_of(param) -> Tensor | ScaledGradient | None`.
     """
     return getattr(optimizer, "gradient_of", None) or attrgetter("grad")
 
@@ -195,7 +223,9 @@ def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) ->
         grad = gradient_of(param)
         if grad is not None:
             _check_same(spec, param)
-            bound[index] = Bound(param, _dense_grad(spec, grad))
+            grad, factor = grad if isinstance(grad, ScaledGradient) else (grad, None)
+            assert factor is None or spec.has_master
+            bound[index] = Bound(param, _dense_grad(spec, grad), factor)
     return bound
 
 
@@ -236,18 +266,3 @@ def unplanned(
             needs = param.requires_grad or param.grad is not None or state.get(param)
             if needs and (g, i) not in planned:
                 yield g, i
-
-
-def has_existing_state(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer kept anything already (steps taken, Adagrad's start value)."""
-    return any(state for state in optimizer.state.values())
-
-
-def existing_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of tensors the optimizer holds in memory now."""
-    return sum(
-        math.prod(value.shape) * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if is_streamed(value)
-    )

@@ -36,11 +36,11 @@ class StepReport(MemoryRecord):
         read_bytes, written_bytes: moved from and to the drive since the last report.
         saved_bytes: those of written_bytes that a save or `state_dict` wrote: resident windows.
         resident_bytes: of windows that stay in memory between steps.
-        read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, for a
-        write. update_s: time in the optimizer's own step, casts and copies to the parameters (host
-        side). exchanged_bytes: parameters' bytes sent to and taken from other ranks.
-        exchange_wait_s: time in which `step()` did nothing but wait for other ranks. total_s: time
-        in `step()`.
+        read_wait_s, write_wait_s: time in which `step()` did nothing but wait for a read, a write.
+        update_s: time in the optimizer's own step, casts and copies to the parameters (host side).
+        exchanged_bytes: parameters' bytes sent to and taken from other ranks.
+        exchange_wait_s: time in which `step()` did nothing but wait for other ranks.
+        total_s: time in `step()`.
     """
 
     step: int

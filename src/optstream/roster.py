@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.codecs import CodecChoice
 from optstream.distributed.exchange import EXCHANGE_BYTES, flat, is_dense
 from optstream.distributed.ownership import Cost
 from optstream.distributed.ranks import Ranks
@@ -22,6 +24,14 @@ from optstream.rule import update_flops
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
+
+
+_POSITIONAL = re.compile(r"group\d+\.param\d+", re.ASCII)
+
+
+def is_positional(name: str) -> bool:
+    """Tell whether a parameter has no name but where it stands."""
+    return _POSITIONAL.fullmatch(name) is not None
 
 
 def empty_plan(window_bytes: int, num_ranks: int) -> Plan:
@@ -45,11 +55,13 @@ class Roster:
         window_bytes: int,
         master_weights: bool,
         model: nn.Module | None,
+        codecs: CodecChoice,
     ) -> None:
         self.plan = empty_plan(window_bytes, ranks.size)
         self.shares = Shares.none(ranks.size)
         self.own: list[int] = []
-        self.describer = Describer(optimizer, master_weights)
+        self.describer = Describer(optimizer, master_weights, codecs=codecs)
+        self._codecs = codecs
         self._optimizer = optimizer
         self._ranks = ranks
         self._names = parameter_names(optimizer.param_groups, model)
@@ -133,6 +145,8 @@ class Roster:
         if not places:
             return
         specs = [self._describe(place) for place in places]
+        if not self.shares.places:
+            self._codecs.check_used()
         costs = [cost_of(spec, self._optimizer) for spec in specs]
         owners = self.shares.owners_of(costs, [False] * len(specs))
         mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]

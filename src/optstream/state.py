@@ -55,6 +55,7 @@ class StreamedState:
         store: Store,
         io_threads: int,
         ram: Ram,
+        codec_seed: int,
     ) -> None:
         self.roster = roster
         self.ranks = ranks
@@ -66,7 +67,7 @@ class StreamedState:
         self._ram = ram
         self.stream = open_stream(store, io_threads)
         self._optimizer = optimizer
-        self._updater = Updater(optimizer)
+        self._updater = Updater(optimizer, codec_seed)
         self._backwards = False
         self._done: set[int] = set()
         self._num_left = 0
@@ -126,6 +127,7 @@ class StreamedState:
         Args:
             number: of the step, for errors.
         """
+        self._updater.step = number
         with self._waits_counted(), self.ranks.together(), self._progress_named(number):
             turns, bound = self._take_turns()
             mine = turns[self.ranks.rank].windows
@@ -248,7 +250,7 @@ class StreamedState:
         self.stream.replace(())
         with self._windows(order, bound) as windows:
             for window, data in windows:
-                self._updater.put(self.plan.params, self.plan.windows[window], data, states)
+                self._updater.put(self.plan, self.plan.windows[window], data, states)
         self._updater.commit(self._optimizer.param_groups)
         self.stream.drain()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optstream.errors import StateChangedError
 from optstream.state import StreamedState
-from optstream.update import working_copy
+from optstream.update import stored_values, working_copy
 
 
 class StateView(Mapping[Tensor, "ParamView"]):
@@ -73,9 +73,9 @@ class ParamView:
         flat = torch.empty(math.prod(state.shape), dtype=state.dtype)
         for window, piece in self._state.roster.pieces(self._index):
             extent = piece.extent(key)
-            count = extent.num_bytes // extent.dtype.itemsize
             data = self._state.stream.look(window, extent.offset, extent.num_bytes)
-            flat[piece.start : piece.start + count] = data.view(extent.dtype)
+            values = stored_values(data, extent, piece, self._state.roster.param(self._index))
+            flat[piece.start : piece.start + extent.numel] = values
         return flat.as_strided(state.shape, state.stride)
 
     def __contains__(self, key: object) -> bool:

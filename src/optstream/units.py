@@ -1,4 +1,4 @@
-"""Sizes as people write them: "64MiB" to bytes and back."""
+"""Sizes: as people write them ("64MiB") to bytes and back, and up to a multiple."""
 
 from __future__ import annotations
 
@@ -66,3 +66,8 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def aligned(value: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is not less than `value`."""
+    return -(-value // alignment) * alignment

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from optstream.codecs import EXACT, CodecChoice, Setting
 from optstream.distributed.agreement import check_same, group_facts
 from optstream.distributed.place import Place, release, take_places
 from optstream.distributed.ranks import Ranks
@@ -40,6 +41,8 @@ def offload(
     role: str = "",
     io_threads: int = 4,
     metrics: StrPath | None = None,
+    codec: Setting = EXACT,
+    codec_seed: int = 0,
 ) -> StreamedOptimizer:
     """Move a torch optimizer's state to files and stream it during `step()`.
 
@@ -67,6 +70,10 @@ def offload(
         io_threads: threads a drive.
         metrics: a JSONL file that gets one line a step; with several ranks each has its own,
             `run.rank00000.jsonl` for `run.jsonl`.
+        codec: how state is stored: "exact"; "split" (masters of bfloat16 parameters in 16 bits,
+            still exact); "bf16", "bf16-stochastic" or "int8" (moments, too); or such names by state
+            key or by pattern of parameter names, the first that matches decides (docs/codecs.md).
+        codec_seed: of random rounding in "bf16-stochastic".
 
     Raises:
         ConfigError: an argument that cannot be used.
@@ -88,16 +95,19 @@ def offload(
                 undo.callback(release, places)
                 directory = [place.path for place in places]
             opened = open_store(store, directory)
-            roster = Roster(optimizer, ranks, window_bytes, master_weights, model)
+            roster = Roster(
+                optimizer, ranks, window_bytes, master_weights, model, CodecChoice(codec)
+            )
             arguments = {
                 "the optimizer": type(optimizer).__name__,
                 "window": str(window_bytes),
                 "store": store,
                 "master_weights": str(master_weights),
                 "role": repr(role),
+                "codec": f"{codec!r}, seed {codec_seed}",
             }
             check_same(ranks, arguments | group_facts(optimizer.param_groups) | roster.facts())
-            state = StreamedState(optimizer, roster, ranks, opened, io_threads, budget)
+            state = StreamedState(optimizer, roster, ranks, opened, io_threads, budget, codec_seed)
             undo.callback(state.stream.close)
             name = f"{role} {type(optimizer).__name__}".strip()
             rank = ranks.rank if ranks.size > 1 else process_rank()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import optstream
+from optstream.params import ScaledGradient
 
 STEPS = 3
 
@@ -88,6 +89,26 @@ def test_gradients_may_be_elsewhere_and_of_another_dtype(tmp_path: Path) -> None
     assert all(p.grad is None for p in params)
     for master, param in zip(masters, params, strict=True):
         assert torch.equal(master.to(torch.bfloat16), param)
+
+
+def test_a_factor_of_a_gradient_is_applied_in_float32(tmp_path: Path) -> None:
+    factor = torch.tensor([1 / 3])
+    masters = [nn.Parameter(p.detach().float()) for p in _params(torch.bfloat16)]
+    plain = torch.optim.AdamW(masters, weight_decay=0.0)
+    params = _params(torch.bfloat16)
+    inner = torch.optim.AdamW(params, weight_decay=0.0)
+    gradients: dict[int, ScaledGradient] = {}
+    inner.gradient_of = lambda param: gradients.get(id(param))  # type: ignore[attr-defined]
+    with optstream.offload(inner, tmp_path) as optimizer:
+        for step in range(STEPS):
+            for master, param, grad in zip(masters, params, _gradients(params, step), strict=True):
+                master.grad = grad.float() * factor
+                gradients[id(param)] = ScaledGradient(grad, factor)
+            plain.step()
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+    for index, master in enumerate(masters):
+        assert torch.equal(master, state[index]["master"])
 
 
 def test_a_twin_stands_in_where_kernels_know_real_devices_only(tmp_path: Path) -> None:

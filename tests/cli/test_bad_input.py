@@ -174,3 +174,14 @@ def test_unexpected_error_is_one_line_and_debug_shows_where(command, place, text
 
 def _not_installed(name: str) -> None:
     raise metadata.PackageNotFoundError(name)
+
+
+def test_a_state_directory_in_memory_is_refused_before_the_text_is_read(command, place, text):
+    outcome = command("train", "--text", text, "--state-dir", "/dev/shm/state")
+    assert_refused(outcome, place, "/dev/shm/state is tmpfs", "--store memory")
+    assert "reading the text" not in outcome.err
+
+
+def test_metrics_on_a_full_drive_name_the_file(refuse, text):
+    parts = ("cannot write metrics to /dev/full", "No space left")
+    refuse("--text", text, "--steps", 1, "--metrics", "/dev/full", parts=parts)

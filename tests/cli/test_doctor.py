@@ -74,7 +74,7 @@ def test_not_usable(command, refused):
     assert outcome.code == 1
     assert outcome.err == (
         "optstream: /dev/shm is tmpfs, so the state would stay in RAM; choose a path on a drive, "
-        'or store="memory"\n'
+        'or store="memory" (--store memory)\n'
     )
     assert outcome.out.startswith("/dev/shm: not usable\n")
 

@@ -44,6 +44,31 @@ def test_ram_saves_traffic_and_is_part_of_the_advice(command):
     assert ', ram="40%")' in command("plan", "1B", "--ram", "40%").out
 
 
+def test_codecs(command):
+    from optstream.cli.plan import CODECS
+    from optstream.codecs.choice import NAMES
+
+    assert CODECS == NAMES
+    per_param = {}
+    for codec in CODECS:
+        out = command("plan", "1B", "--optimizer", "adamw", "--codec", codec).out
+        per_param[codec] = float(out.split(" bytes a parameter")[0].split()[-1])
+        assert (f', codec="{codec}"' in out) == (codec != "exact")
+    wanted = {"exact": 12, "split": 10, "bf16": 6, "bf16-stochastic": 6, "int8": 4.07}
+    assert per_param == pytest.approx(wanted, abs=0.02)
+    outcome = command("plan", "1B", "--codec", "split", "--dtype", "float32")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "fits no state" in outcome.err
+
+
+def test_memory_that_is_left_is_offered(command):
+    out = command("plan", "7B", "--memory", "64GiB").out
+    spare = out.split('ram="')[1].split("GiB")[0]
+    assert command("plan", "7B", "--memory", "64GiB", "--ram", f"{spare}GiB").code == 0
+    assert "would spare" not in command("plan", "7B", "--memory", "64GiB", "--ram", "1GiB").out
+    assert "would spare" not in command("plan", "7B").out
+
+
 def test_ranks(command):
     argv = ("plan", "1B", "--ranks", "4", "--ranks-per-node", "2", "--space", "1TB")
     facts = json.loads(command(*argv, "--json").out)
@@ -95,6 +120,6 @@ def test_no_model(command, place):
 
 
 def test_large_windows_are_said_once(command, caplog):
-    outcome = command("plan", "1B", "--window", "1MiB")
+    outcome = command("plan", "1B", "--window", "1MiB", "--memory", "6GiB")
     assert (outcome.err, caplog.messages) == ("", [])
     assert ", the largest " in outcome.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from optstream.training import run
 
 SHORT = ("--model", "tiny", "--batch-size", 2, "--seq-len", 16)
 
@@ -93,3 +96,32 @@ def test_a_second_signal_does_not_wait_for_the_step(place, text):
     assert err.splitlines()[-1] == "optstream: stopped by SIGTERM"
     assert [line["step"] for line in read_metrics(metrics)] == [0]
     assert list(place.iterdir()) == []
+
+
+def with_a_signal_in(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
+    """Let a function of the run begin its n-th call with Ctrl-C."""
+    real, calls = getattr(run, name), itertools.count(1)
+
+    def signalled(*args: object) -> object:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(run, name, signalled)
+
+
+def test_a_signal_while_the_last_loss_is_measured_leaves_the_table(command, text, monkeypatch):
+    with_a_signal_in(monkeypatch, "held_out_loss", 2)
+    outcome = command("train", "--text", text, *SHORT, "--steps", 2, "--store", "none")
+    assert outcome.code == 130
+    assert "2 of 2" in outcome.out
+    assert "not measured after" in outcome.out
+
+
+def test_a_signal_before_the_second_run_leaves_the_table_of_the_first(command, text, monkeypatch):
+    with_a_signal_in(monkeypatch, "_prepare", 2)
+    outcome = command("train", "--text", text, *SHORT, "--steps", 2, "--compare", "--quiet")
+    assert outcome.code == 130
+    assert "2 of 2" in outcome.out
+    assert "muon" in outcome.out
+    assert "adamw" not in outcome.out.splitlines()[1]

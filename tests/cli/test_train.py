@@ -69,7 +69,11 @@ def test_metrics_have_a_line_a_step_and_are_appended(command, text, tmp_path):
     old, before, *steps, after = read_metrics(path)
     assert old == {"old": 1}
     assert [line["step"] for line in (before, *steps, after)] == [0, 1, 2, 3, 4, 4]
-    assert set(before) == set(after) == {"optimizer", "step", "held_out_loss"}
+    everywhere = {"optimizer", "step", "held_out_loss"}
+    assert set(after) == everywhere | {"weights_xxh3"}
+    of_rank = {"rank", "num_windows", "state_bytes", "peak_host_bytes"}
+    assert set(before) == everywhere | of_rank
+    assert before["rank"] == before["num_windows"] == 0  # with the plain optimizer
     for line in steps:
         assert line["num_tokens"] == 32
         assert line["total_s"] >= line["optimizer_s"] > 0

@@ -7,9 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-from mcore.gpt import ADAM, MUON, MUON_DEALT, Recipe, varied
+from mcore.checkpoints import BY_RANK, sharded_state_dict
+from mcore.gpt import ADAM, MUON, MUON_DEALT, Recipe, Training, varied
 from mcore.streaming import directory, streamed
 from optstream.memory import read_memory
 from optstream.units import format_bytes
@@ -42,22 +45,73 @@ class _Peak:
             self.peak_bytes = max(self.peak_bytes, read_memory().anon_bytes)
 
 
+def _grown_bytes(training: Training) -> int:
+    """Return what a step needs above what there was before it."""
+    training.gradients()
+    before_bytes = read_memory().anon_bytes
+    with _Peak() as peak:
+        training.optimizer.step()
+    return peak.peak_bytes - before_bytes
+
+
 def anonymous_memory() -> None:
-    """No step uses more than the plans say, above what model and gradients take."""
+    """No step needs more than the plans say; a first one without optstream makes all the state."""
     recipe = varied(ADAM, model=LARGE)
     with directory() as path, streamed(recipe, path, window_bytes=2**20) as (training, handle):
         plans = [child.streamed.plan for child in handle.children]
         state_bytes = sum(plan.state_bytes for plan in plans)
         bound_bytes = sum(plan.peak_host_bytes for plan in plans)
         assert state_bytes > 1.5 * bound_bytes, (state_bytes, bound_bytes)
-        training.gradients()
-        before_bytes = read_memory().anon_bytes
-        for _ in range(STEPS):
+        grown = [_grown_bytes(training) for _ in range(STEPS)]
+    assert max(grown) < bound_bytes, ([format_bytes(g) for g in grown], format_bytes(bound_bytes))
+    assert _grown_bytes(Training(recipe)) > bound_bytes
+
+
+def _tensors(state_dict: Any) -> list[torch.Tensor]:
+    """Return what a sharded state_dict holds."""
+    tensors = []
+    for entry in nested_values(state_dict):
+        data = getattr(entry, "data", entry)
+        if isinstance(data, torch.Tensor):
+            tensors.append(data)
+    return tensors
+
+
+def saves_from_files() -> None:
+    """A state_dict to save, and one to load into, hold tensors that are in files, not in memory."""
+    for recipe in (ADAM, MUON_DEALT):
+        with directory() as path, streamed(varied(recipe, model=LARGE), path) as (training, _):
+            training.step()
+            for is_loading in (False, True):
+                before_bytes = read_memory().anon_bytes
+                shown = sharded_state_dict(training, BY_RANK, is_loading)["optimizer"]
+                tensors = _tensors(shown)
+                num_bytes = sum(tensor.nbytes for tensor in tensors)
+                for tensor in tensors:
+                    tensor.sum()  # reads all of it, or writes a page where nothing was
+                grown_bytes = read_memory().anon_bytes - before_bytes
+                assert num_bytes > 40 * 2**20, num_bytes
+                assert grown_bytes < num_bytes / 4, (grown_bytes, num_bytes, is_loading)
+                del shown, tensors
+
+
+def no_float32_gradients() -> None:
+    """Gradients that DDP reduces in bfloat16 are in float32 in no more than one window."""
+    for recipe in (ADAM, MUON_DEALT):
+        recipe = varied(recipe, ddp={"grad_reduce_in_fp32": False})
+        with directory() as path, streamed(recipe, path) as (training, handle):
             training.gradients()
-            with _Peak() as peak:
-                training.optimizer.step()
-            grown = peak.peak_bytes - before_bytes
-            assert grown < bound_bytes, (format_bytes(grown), format_bytes(bound_bytes))
+            assert not training.optimizer.prepare_grads()
+            held = [
+                one
+                for child in handle.children
+                for group in child._held
+                for one in group
+                if one.has_master
+            ]
+            assert held
+            assert all(one.tensor.grad is None for one in held)
+            assert all(one.reduced().dtype.itemsize == 2 for one in held)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -104,6 +104,18 @@ def adam_bfloat16_gradients() -> None:
     equal_bits(varied(ADAM, ddp={"grad_reduce_in_fp32": False}))
 
 
+def adam_bfloat16_gradients_clipped() -> None:
+    equal_bits(varied(ADAM, ddp={"grad_reduce_in_fp32": False}, config={"clip_grad": 0.1}))
+
+
+def adam_float16_gradients() -> None:
+    """Loss scaling sees gradients that are never there in float32."""
+    model = {"bf16": False, "fp16": True, "params_dtype": torch.float16}
+    config = {**model, "initial_loss_scale": 2.0**20, "loss_scale_window": 3, "hysteresis": 1}
+    model["pipeline_dtype"] = torch.float16
+    equal_bits(varied(ADAM, model=model, config=config, ddp={"grad_reduce_in_fp32": False}))
+
+
 def muon_bfloat16_gradients() -> None:
     equal_bits(varied(MUON_DEALT, ddp={"grad_reduce_in_fp32": False}))
 
@@ -137,6 +149,23 @@ def adam_float16() -> None:
     model = {"bf16": False, "fp16": True, "params_dtype": torch.float16}
     config = {**model, "initial_loss_scale": 2.0**20, "loss_scale_window": 3, "hysteresis": 1}
     equal_bits(varied(ADAM, model={**model, "pipeline_dtype": torch.float16}, config=config))
+
+
+def half_resident() -> None:
+    """A part of the state stays in host memory, and causes no traffic."""
+    for recipe in (ADAM, MUON):
+        plain = Training(recipe)
+        expected = plain.steps(4)
+        flags = ("--optimizer-state-offload-fraction", "0.5")
+        with directory() as path, streamed(recipe, path, *flags) as (training, handle):
+            assert training.steps(4) == expected
+            assert_same_weights(training, plain)
+            plans = [child.streamed.plan for child in handle.children]
+            assert any(0 < plan.num_resident < plan.num_windows for plan in plans)
+            for child, plan in zip(handle.children, plans, strict=True):
+                report = child.streamed.report
+                assert report is not None
+                assert report.resident_bytes == plan.resident_bytes
 
 
 def _with_skipped_step(training: Training) -> Steps:

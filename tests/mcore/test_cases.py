@@ -26,6 +26,8 @@ PARITY = [
     (1, "tp1", "parity.adam_fused"),
     (1, "tp1", "parity.adam_float16"),
     (1, "tp1", "parity.adam_clipped"),
+    (1, "tp1", "parity.adam_float16_gradients"),
+    (1, "tp1", "parity.adam_bfloat16_gradients_clipped"),
     (1, "tp1", "parity.adam_zeros_counted"),
     (1, "tp1", "parity.adam_experts"),
     (1, "tp1", "parity.muon_experts"),
@@ -56,6 +58,7 @@ BEHAVIOUR = [
     (1, "tp1", "parity.scheduled"),
     (1, "tp1", "parity.reloaded"),
     (1, "tp1", "parity.set_up_late"),
+    (1, "tp1", "parity.half_resident"),
     (2, "tp1", "parity.skipped_step"),
     (2, "tp1", "parity.reloaded"),
 ]
@@ -80,6 +83,8 @@ CHECKPOINTS = [
 ]
 BOUNDS = [
     (1, "tp1", "bounds.anonymous_memory"),
+    (1, "tp1", "bounds.no_float32_gradients"),
+    (1, "tp1", "bounds.saves_from_files"),
     (2, "tp1", "bounds.roles"),
     (4, "tp1", "bounds.every_rank_streams"),
 ]

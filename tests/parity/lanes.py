@@ -28,6 +28,8 @@ NAN_BYTE = 0xFF
 class DeferredLane(lanes.Lane):
     """Two device buffers, like CudaLane; `wait_loaded` and the returned waits block."""
 
+    out_s = OUT_S
+
     def __init__(self, num_bytes: int) -> None:
         self._buffers = [torch.full((num_bytes,), NAN_BYTE, dtype=torch.uint8) for _ in range(2)]
         self._unloaded: list[Future[None]] = [Future(), Future()]
@@ -54,7 +56,7 @@ class DeferredLane(lanes.Lane):
     def unload(self, host: Tensor) -> lanes.Wait:
         buffer = self._buffers[self._turn][: host.numel()]
         host.fill_(NAN_BYTE)
-        unloaded = self._out.submit(_copy_late, OUT_S, host, buffer)
+        unloaded = self._out.submit(_copy_late, self.out_s, host, buffer)
         self._unloaded[self._turn] = unloaded
         return lambda: unloaded.result()
 
@@ -69,6 +71,8 @@ class WithoutLoadWait(DeferredLane):
 
 
 class WithoutUnloadWait(DeferredLane):
+    out_s = 4 * OUT_S  # so late that it is seen on a busy machine, too
+
     def unload(self, host: Tensor) -> lanes.Wait:
         super().unload(host)
         return lanes.nothing

@@ -25,6 +25,12 @@ def test_ten_steps(
     check_case(case, dtype, tmp_path, window="64KiB", store="mapped")
 
 
+@pytest.mark.parametrize("ram", ["40%", "100%"])
+def test_resident_windows(ram: str, tmp_path: Path) -> None:
+    for case in CASES:
+        check_case(case, torch.bfloat16, tmp_path, window="64KiB", store="mapped", ram=ram)
+
+
 def test_several_directories(tmp_path: Path) -> None:
     (case,) = (case for case in CASES if case.name == "AdamW-fused")
     check_case(

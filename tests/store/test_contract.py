@@ -77,11 +77,10 @@ def frozen_bytes(frozen: FrozenFile) -> bytes:
         return file.read()
 
 
-def link(frozen: FrozenFile, path: Path) -> Path:
-    directory = os.open("/", os.O_PATH)
-    os.link(f"proc/self/fd/{frozen.fd}", path, src_dir_fd=directory, follow_symlinks=True)
-    os.close(directory)
-    return path
+def opened_at(path: Path, frozen: FrozenFile) -> FrozenFile:
+    """Return a linked file as a load opens it."""
+    fd = os.open(path, os.O_RDONLY)
+    return FrozenFile(fd, str(path), frozen.header_bytes, frozen.data_bytes, frozen.digests)
 
 
 class TestStore:
@@ -257,6 +256,49 @@ class TestStore:
         assert frozen_bytes(second[2]) == header + pages(2, fill=3)
         assert frozen_bytes(third[0]) == header + pages(5, fill=21)
 
+    @pytest.mark.parametrize("first_gone", [0, 1])
+    def test_a_snapshot_outlives_another_of_the_same_window(
+        self, first_gone: int, store: Store, pages: Pages, windows: Windows
+    ) -> None:
+        store.reserve(windows(5))
+        update(store, 0, pages(5, fill=1))
+        held = [store.freeze([0]), store.freeze([0])]
+        del held[first_gone]
+        for fill in (2, 3):
+            update(store, 0, pages(5, fill=fill))
+        assert frozen_bytes(held[0][0])[4096:] == pages(5, fill=1)
+        assert content(store, 0, pages(5)) == pages(5, fill=3)
+
+    def test_what_was_once_linked_is_never_written_again(
+        self, make: Make, store: Store, pages: Pages, windows: Windows, drive_path: Path
+    ) -> None:
+        store.reserve(windows(5))
+        update(store, 0, pages(5, fill=1))
+        if store.device(0) is None:
+            pytest.skip("memory is not linked")
+        frozen = store.freeze([0])
+        frozen[0].link(drive_path / "w")
+        other = make()
+        other.reserve(windows(5))
+        assert other.adopt({0: opened_at(drive_path / "w", frozen[0])})
+        (drive_path / "w").unlink()
+        del frozen
+        update(store, 0, pages(5, fill=2))
+        assert content(other, 0, pages(5)) == pages(5, fill=1)
+        other.close()
+
+    def test_freezing_writes_nothing(
+        self, store: Store, pages: Pages, windows: Windows, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.reserve(windows(5))
+        update(store, 0, pages(5, fill=1))
+        for fill in (2, 3):
+            with monkeypatch.context() as watched:
+                watched.setattr(os, "pwritev", lambda *_: pytest.fail("something was written"))
+                frozen = store.freeze([0])
+            update(store, 0, pages(5, fill=fill))
+            assert frozen_bytes(frozen[0]) == windows(1)[0].header + pages(5, fill=fill - 1)
+
     def test_a_frozen_window_is_read_and_updated_in_part(
         self, store: Store, pages: Pages, windows: Windows
     ) -> None:
@@ -272,6 +314,25 @@ class TestStore:
             expected = bytes(pages(1, fill=1)) + bytes(pages(1, fill=50)) + bytes(pages(3, fill=3))
             assert content(store, 0, pages(5)) == expected
         assert frozen_bytes(frozen[0])[4096:] == pages(5, fill=1)
+
+    def test_a_frozen_window_is_written_as_a_whole(
+        self, store: Store, pages: Pages, windows: Windows
+    ) -> None:
+        """As resident windows are by a save; pieces come from several threads."""
+        num_pages = 3 * PIECE_BYTES // 4096 - 5
+        store.reserve(windows(num_pages))
+        update(store, 0, pages(num_pages, fill=1))
+        frozen = store.freeze([0])
+        store.prepare_write(0)
+        wanted = pages(num_pages, fill=7)
+        with ThreadPoolExecutor(3) as pool:
+            for at in range(0, len(wanted), PIECE_BYTES):
+                pool.submit(store.write, 0, at, wanted[at : at + PIECE_BYTES])
+        assert content(store, 0, pages(num_pages)) == wanted
+        if not store.in_place:
+            digests = store.freeze([0])[0].ordered_digests()
+            assert digests[1] == xxhash.xxh3_64_intdigest(wanted[:PIECE_BYTES])
+        assert frozen_bytes(frozen[0])[4096:] == pages(num_pages, fill=1)
 
     def test_digests_are_of_what_was_written(
         self, store: Store, pages: Pages, windows: Windows
@@ -321,11 +382,13 @@ class TestStore:
         other.reserve(windows(5, 1))
         update(other, 0, pages(5, fill=70))
         if store.device(0) is None:
-            assert not other.adopt({0: (drive_path / "window", frozen[0].digests)})
+            assert not other.adopt(frozen)
             assert content(other, 0, pages(5)) == pages(5, fill=70)
             other.close()
             return
-        files = {w: (link(frozen[w], drive_path / f"w{w}"), frozen[w].digests) for w in (0, 1)}
+        for window in (0, 1):
+            frozen[window].link(drive_path / f"w{window}")
+        files = {w: opened_at(drive_path / f"w{w}", frozen[w]) for w in (0, 1)}
         store.close()
         assert not other.adopt({**files, 0: files[1]})  # of another size
         assert content(other, 0, pages(5)) == pages(5, fill=70)
@@ -346,11 +409,12 @@ class TestStore:
         if store.device(0) is None:
             pytest.skip("memory takes over no files")
         frozen = store.freeze([0])[0]
-        path = link(frozen, drive_path / "damaged")
+        path = drive_path / "damaged"
+        frozen.link(path)
         store.close()
         other = make()
         other.reserve(windows(5))
-        assert other.adopt({0: (path, frozen.digests)})
+        assert other.adopt({0: opened_at(path, frozen)})
         with path.open("r+b") as file:
             file.seek(4096 + 2 * 4096)
             file.write(b"x")

@@ -18,7 +18,7 @@ from optstream.doctor.report import Limits, examine
 from optstream.errors import StoreError
 from optstream.store import WindowFile, linux
 from optstream.store.base import Store
-from optstream.store.files import LiveFile
+from optstream.store.live import LiveFile
 
 Windows = Callable[..., list[WindowFile]]
 Mounted = Callable[..., Path]

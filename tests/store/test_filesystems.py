@@ -146,7 +146,7 @@ def test_memory_filesystems_are_refused(
         store.reserve([])
     assert str(caught.value) == (
         f"{point}/new/state is {kind}, so the state would stay in RAM; "
-        'choose a path on a drive, or store="memory"'
+        'choose a path on a drive, or store="memory" (--store memory)'
     )
     assert list(point.iterdir()) == []
 

@@ -129,6 +129,14 @@ def test_places_of_ranks(drive_path: Path, opened: Opened) -> None:
     live.release()
 
 
+def test_pages_of_files_count_as_files(drive_path: Path, opened: Opened) -> None:
+    store = opened("mapped", drive_path)
+    store.reserve([WindowFile(build_header([], 2**20), 2**20)] * 2)
+    (holding,) = list_directory(drive_path, purge=False).here
+    assert holding.num_files == 2
+    assert allocated(holding.nameless_bytes)
+
+
 def test_two_descriptors_of_a_file_count_once(drive_path: Path, opened: Opened) -> None:
     store = opened("direct", drive_path)
     store.reserve([WindowFile(build_header([], 2**20), 2**20)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
+import mmap
 import os
 import resource
 import threading
@@ -70,6 +73,20 @@ def test_what_is_written_back_can_be_dropped_and_is_read_again(store: Mapped) ->
     assert store.bring_in(0) >= NUM_BYTES
     assert store.bring_in(0) == 0
     assert store.view(0) == bytes([5]) * NUM_BYTES
+
+
+def test_an_old_kernel_counts_the_same_pages(
+    store: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = store._held.live[0]
+    store.write_back(0)
+    drop_clean_pages(store, 0)
+    os.posix_fadvise(live.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no reads ahead that end later
+    os.pread(live.fd, 2**20, 10 * 2**20)
+    counted = pages.count_missing_bytes(live.fd, 4096 + NUM_BYTES)
+    assert 0 < counted < NUM_BYTES
+    monkeypatch.setattr(pages, "_SYS_CACHESTAT", 99999)
+    assert pages.count_missing_bytes(live.fd, 4096 + NUM_BYTES) == counted
 
 
 def test_bytes_are_those_the_kernel_counts(store: Mapped) -> None:
@@ -172,6 +189,22 @@ def test_a_forked_child_has_no_mapping_and_harms_none(store: Mapped, drive_path:
     assert status == 0
     assert store.view(0) == bytes([5]) * NUM_BYTES
     assert is_mapped(drive_path)
+
+
+def test_a_child_keeps_what_it_maps_there_itself(store: Mapped) -> None:
+    view = store.view(0)
+    address = pages.address_of(view)
+    child = os.fork()
+    if child == 0:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+        pages._libc.mmap(address, 4096, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        del view
+        store._held.live.clear()
+        gc.collect()
+        ctypes.memset(address, 1, 4096)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 def is_mapped(directory: Path) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,20 @@ def test_windows_are_written_back_behind_the_update_where_not_all_fits(
     assert reports[0].read_bytes == 0  # they held nothing yet
 
 
+def test_the_kernels_limit_on_dirty_pages_is_told_once(
+    optimizer: StreamedOptimizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "optstream.stream.page_cache.read_dirty_limit_bytes"
+    for limit_bytes in (NUM_WINDOWS * 65536, 65536, 65536):
+        monkeypatch.setattr(name, lambda limit_bytes=limit_bytes: limit_bytes)
+        optimizer.step()
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("384.0 KiB of page cache change in each step")
+    assert "has changed 64.0 KiB of it: raise vm.dirty_ratio" in warning
+
+
 def test_a_snapshot_writes_back_what_was_updated_since(
     store: FakePages, optimizer: StreamedOptimizer
 ) -> None:
@@ -223,7 +237,7 @@ def test_a_window_that_cannot_be_written_back(
 ) -> None:
     error = WindowWriteError("file", 4096, 65536, 5)
     store.before = fail_on("write", 1, error)
-    with suppress(WindowWriteError):  # it may be known before the step ends
+    with contextlib.suppress(WindowWriteError):  # it may be known before the step ends
         optimizer.step()
     with pytest.raises(WindowWriteError):
         optimizer.step()
@@ -263,12 +277,29 @@ def test_other_parameters_in_the_next_step(
     grads = [param.grad for param in params]
     for param in params[-2:]:
         param.grad = None
-    optimizer.step()
+    store.events.clear()
+    inner.calls.clear()
+    inner.during = lambda number: store.wait_for(
+        lambda: number != 0 or sorted(store.take("bring")[:3]) == [1, 2, 3]
+    )
+    optimizer.step()  # backwards: the last two were brought in for it
+    inner.during = lambda number: None
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     optimizer.step()
     assert optimizer.report is not None
     assert optimizer.report.num_windows == NUM_WINDOWS
+
+
+def test_state_that_is_replaced_starts_from_zeros(
+    store: FakePages, optimizer: StreamedOptimizer
+) -> None:
+    optimizer.step()
+    stream = optimizer._state.stream
+    stream.replace([1])
+    devices = dict.fromkeys(range(2), torch.device("cpu"))
+    with contextlib.closing(stream.windows([0, 1], devices)) as windows:
+        assert [bool(data.any()) for _, data in windows] == [False, True]
 
 
 def test_threads_end_with_the_optimizer(store: FakePages, inner: Watched) -> None:

@@ -22,7 +22,7 @@ def test_during_set_up_it_stops_at_once(signum):
 
 @SIGNALS
 def test_during_steps_it_is_noted_and_the_second_one_stops(signum):
-    with StopRequest() as stop, stop.after_current_step():
+    with StopRequest() as stop, stop.deferred():
         assert stop.signum is None
         os.kill(os.getpid(), signum)
         assert stop.signum == signum
@@ -33,7 +33,7 @@ def test_during_steps_it_is_noted_and_the_second_one_stops(signum):
 
 def test_after_the_steps_it_stops_at_once_again():
     with StopRequest() as stop:
-        with stop.after_current_step():
+        with stop.deferred():
             pass
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGINT)
@@ -58,3 +58,16 @@ def test_outside_of_the_main_thread_no_handler_is_set():
     thread.start()
     thread.join()
     assert handlers == [before]
+
+
+def test_an_error_that_somebody_made_of_it_is_still_the_signal():
+    """As an import does that fails half-way."""
+
+    def swallow() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            raise ModuleNotFoundError("no module") from error
+
+    with pytest.raises(Stopped), StopRequest():
+        swallow()

@@ -55,22 +55,23 @@ def real_model(path: Path, dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "dtype", "ram"),
+    ("kind", "name", "dtype", "ram", "codec"),
     [
-        *((kind, "muon", torch.bfloat16, "0") for kind in CONFIGS),
-        ("qwen3_moe", "muon", torch.float32, "30%"),
-        ("gpt2", "adamw", torch.bfloat16, "30%"),
-        ("llama", "adamw", torch.float32, "0"),
-        ("llama", "sgd", torch.bfloat16, "0"),
-        ("mixtral", "sgd", torch.float32, "100%"),
+        *((kind, "muon", torch.bfloat16, "0", "exact") for kind in CONFIGS),
+        ("qwen3_moe", "muon", torch.float32, "30%", "exact"),
+        ("gpt2", "adamw", torch.bfloat16, "30%", "split"),
+        ("llama", "adamw", torch.float32, "0", "int8"),
+        ("llama", "sgd", torch.bfloat16, "0", "bf16"),
+        ("mixtral", "muon", torch.bfloat16, "0", "int8"),
+        ("mixtral", "sgd", torch.float32, "100%", "exact"),
     ],
 )
 def test_figures_of_a_config_are_those_of_the_real_optimizer(
-    kind: str, name: str, dtype: torch.dtype, ram: str, tmp_path: Path
+    kind: str, name: str, dtype: torch.dtype, ram: str, codec: str, tmp_path: Path
 ) -> None:
     shape = read_model(str(write_config(kind, tmp_path)), dtype)
     optimizer = make_optimizer(name, shape.module)
-    specs = describe_all(shape.module, optimizer, "cpu")
+    specs = describe_all(shape.module, optimizer, "cpu", codec)
     (planned,) = make_plans(specs, optimizer, WINDOW_BYTES, parse_budget(ram))
     assert (planned.num_resident > 0) == (ram != "0")
 
@@ -79,7 +80,9 @@ def test_figures_of_a_config_are_those_of_the_real_optimizer(
     names = {"torch": torch, "optstream": optstream, "model": model}
     real = eval(RECIPES[name].code, names)  # the very line that is printed
     state = tmp_path / "state"
-    with optstream.offload(real, state, model=model, window=WINDOW_BYTES, ram=ram) as streamed:
+    with optstream.offload(
+        real, state, model=model, window=WINDOW_BYTES, ram=ram, codec=codec
+    ) as streamed:
         assert planned == streamed.plan
         for figure in ("peak_host_bytes", "read_bytes_per_step", "written_bytes_per_step"):
             assert getattr(planned, figure) == getattr(streamed.plan, figure)
@@ -241,6 +244,21 @@ def test_what_fits_and_what_does_not() -> None:
     (check,) = estimate(Node(memory_bytes=2**20)).checks
     assert check.advice.startswith("no window is small enough; give fewer ranks")
     assert Check("x", 1, 1, "").fits
+
+
+def test_memory_to_spare() -> None:
+    (plan,) = estimate(Node()).plans
+    assert estimate(Node()).spare_bytes(0) == 0
+    assert estimate(Node(memory_bytes=2**30)).spare_bytes(0) == 0
+    memory = Node(memory_bytes=plan.peak_host_bytes + 5 * 2**30)
+    assert estimate(memory).spare_bytes(0) == 4 * 2**30
+    assert estimate(memory).spare_bytes(2**30) == 3 * 2**30
+    both = estimate(Node(memory_bytes=40 * 2**30), 2, 2)
+    host_bytes = sum(plan.peak_host_bytes for plan in both.plans)
+    assert both.spare_bytes(0) == (36 * 2**30 - host_bytes) // 2
+    half = estimate(Node()).with_ram(plan.data_bytes // 2)
+    assert 0 < half.plans[0].resident_bytes <= plan.data_bytes // 2
+    assert half.moved_bytes_per_step < 0.6 * estimate(Node()).moved_bytes_per_step
 
 
 def test_open_files() -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from optstream.cgroup import Group
-from optstream.memory import MemoryMeter, MemoryUse, read_available_bytes, read_memory
+from optstream.memory import (
+    MemoryMeter,
+    MemoryUse,
+    read_available_bytes,
+    read_dirty_limit_bytes,
+    read_memory,
+)
 
 STATUS = """Name:\tpython
 VmPeak:\t  900000 kB
@@ -261,6 +267,16 @@ def test_limits_of_the_process_itself(
     tree = proc(None, limits={"proc/self/limits": LIMITS.format(data, space)})
     (tree / "self/status").write_text(STATUS + "VmSize:\t 900000 kB\nVmData:\t 6000 kB\n")
     assert read_available_bytes(tree) == expected_kib * 1024
+
+
+def test_the_limit_on_dirty_pages(proc: Tree) -> None:
+    tree = proc(None)
+    assert read_dirty_limit_bytes(tree) is None
+    text = "nr_dirty 7\nnr_dirty_threshold 3000\nnr_dirty_background_threshold 1000\n"
+    (tree / "vmstat").write_text(text)
+    assert read_dirty_limit_bytes(tree) == 2000 * mmap.PAGESIZE
+    (tree / "vmstat").write_text("nr_dirty 7\n")
+    assert read_dirty_limit_bytes(tree) is None
 
 
 def test_records_tell_what_has_happened_since_the_last(

@@ -24,7 +24,7 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.staging import MANIFEST, commit, replaced_path, staged
 from optstream.errors import CheckpointError, OutOfSpaceError, StoreError
 from optstream.store.base import FrozenFile
-from optstream.store.files import check_digest
+from optstream.store.live import check_digest
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")

@@ -3,13 +3,13 @@
     {"format": "optstream", "version": 1, "xxh3": "...", "body": {
         "optimizer": "torch.optim.adamw.AdamW", "step": 12, "world_size": 1, "piece_bytes": 8388608,
         "groups":  [{"params": ["h.0.weight", ...], "values": ...}, ...],
-        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16", "kept": ..., "unplanned":
-        ...,
+        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16",
+                                   "kept": ..., "unplanned": ...,
                     "tensors": {"exp_avg": {"dtype": "float32", "shape": [...], "stride": null,
                                             "pieces": [[window, offset, start, numel], ...]}}}},
         "windows": [{"file": "rank00000/window00000.safetensors", "header_bytes": 4096,
-                     "data_bytes": ..., "digests": ["xxh3 of each piece_bytes, header first",
-                     ...]}]}}
+                     "data_bytes": ...,
+                     "digests": ["xxh3 of each piece_bytes, header first", ...]}]}}
 
 `xxh3` is the digest of the body as written, so a changed manifest is noticed before it is believed.
 """
@@ -37,6 +37,7 @@ VERSION = 1
 _BODY, _END = ', "body": ', "}\n"
 _FILE = re.compile(r"rank\d{5}/window\d{5,}\.safetensors", re.ASCII)
 _MAX_BYTES = 2**62
+_MAX_PIECE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -212,20 +213,20 @@ def _param_json(name: str, param: StoredParam) -> dict[str, Any]:
 
 def _parse(body: dict[str, Any], path: str) -> Manifest:
     return Manifest(
-        optimizer=str(body["optimizer"]),
-        step=int(body["step"]),
-        world_size=int(body["world_size"]),
-        piece_bytes=int(body["piece_bytes"]),
+        optimizer=_text(body["optimizer"]),
+        step=_size(body["step"]),
+        world_size=_size(body["world_size"]),
+        piece_bytes=_size(body["piece_bytes"]),
         groups=tuple(
-            {**decode(group["values"], path), "params": [str(name) for name in group["params"]]}
+            {**decode(group["values"], path), "params": [_text(name) for name in group["params"]]}
             for group in body["groups"]
         ),
         params={name: _parse_param(param, path) for name, param in body["params"].items()},
         windows=tuple(
             StoredWindow(
-                file=str(window["file"]),
-                header_bytes=int(window["header_bytes"]),
-                data_bytes=int(window["data_bytes"]),
+                file=_text(window["file"]),
+                header_bytes=_size(window["header_bytes"]),
+                data_bytes=_size(window["data_bytes"]),
                 digests=tuple(int(digest, 16) for digest in window["digests"]),
             )
             for window in body["windows"]
@@ -252,13 +253,27 @@ def _parse_param(param: dict[str, Any], path: str) -> StoredParam:
 
 
 def _sizes(values: list[int]) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values} are no sizes")
-    return tuple(values)
+    return tuple(_size(value) for value in values)
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _check(manifest: Manifest) -> None:
     """Raise ValueError unless files stay inside, and pieces cover tensors and lie in windows."""
+    if manifest.world_size == 0:
+        raise ValueError("it was saved by no rank")
+    if not PAGE_BYTES <= manifest.piece_bytes <= _MAX_PIECE_BYTES:
+        raise ValueError(f"pieces of {manifest.piece_bytes} bytes")
     for window in manifest.windows:
         _check_window(window, manifest.piece_bytes)
     for name, param in manifest.params.items():

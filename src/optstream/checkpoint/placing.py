@@ -10,8 +10,7 @@ from pathlib import Path
 from optstream import durable
 from optstream.errors import OutOfSpaceError, StoreError, WindowReadError
 from optstream.store.base import PIECE_BYTES, FrozenFile
-from optstream.store.files import check_digest
-from optstream.store.linux import link
+from optstream.store.live import check_digest
 from optstream.units import format_bytes
 
 _CANNOT_LINK = (
@@ -28,7 +27,7 @@ _CANNOT_LINK = (
 def place(file: FrozenFile, target: Path) -> None:
     """Give a frozen file a name, as a link or as a copy, and make it durable."""
     try:
-        link(file.fd, target)
+        file.link(target)
         os.fsync(file.fd)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:

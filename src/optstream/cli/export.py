@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from optstream.cli import target
+from optstream.cli.parser import given_path
 from optstream.units import format_bytes
 
 SUMMARY = "write a checkpoint as a torch file, or as ordinary safetensors files"
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(parser)
     parser.add_argument(
         "out",
-        type=Path,
+        type=given_path,
         metavar="OUT",
         help="a file that ends in .pt or .pth, or a directory for safetensors files",
     )

@@ -10,9 +10,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optstream.cli.parser import given_path
 from optstream.cli.table import align
 from optstream.units import format_bytes
 
@@ -26,7 +26,7 @@ _COMMAND_WIDTH = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="as offload was given it")
+    parser.add_argument("directory", type=given_path, metavar="DIR", help="as offload was given it")
     parser.add_argument(
         "--purge",
         action="store_true",

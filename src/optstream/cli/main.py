@@ -6,6 +6,7 @@ that ended it (130 for Ctrl-C, 143 for SIGTERM).
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -48,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
+    except KeyboardInterrupt:
+        sys.stderr.write("optstream: stopped by SIGINT\n")
+        return 128 + signal.SIGINT
     except Stopped as stopped:
         sys.stderr.write(f"optstream: {stopped}\n")
         return 128 + stopped.signum

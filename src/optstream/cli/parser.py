@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from optstream.errors import ConfigError
@@ -23,12 +24,26 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
+def given_path(text: str) -> Path:
+    """Parse a path; none at all, as of a shell's variable that is not set, is no directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path")
+    return Path(text)
+
+
+def non_empty(text: str) -> str:
+    """Refuse a text that is none, as of a shell's variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a value")
+    return text
+
+
 def window_size(text: str) -> int:
     """Parse a size that a window can have."""
     from optstream.plan import parse_window_bytes  # with torch, which takes a second
 
     try:
-        return parse_window_bytes(parse_bytes(text))
+        return parse_window_bytes(parse_bytes(text, "window"))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -13,15 +13,23 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from optstream.cli.parser import budget, bytes_per_s, number_above, size, whole_number, window_size
+from optstream.cli.parser import (
+    budget,
+    bytes_per_s,
+    given_path,
+    number_above,
+    size,
+    whole_number,
+    window_size,
+)
 from optstream.cli.plan_text import facts, sentence, text
 from optstream.training.config import DTYPES
 
 SUMMARY = "say what a model's state would cost on a drive, in memory and in time"
 OPTIMIZERS = ("muon", "adamw", "sgd")
 DEVICES = ("cuda", "cpu")
+CODECS = ("exact", "split", "bf16", "bf16-stochastic", "int8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +60,12 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         choices=DEVICES,
         default="cuda",
         help="where the parameters are and the update runs (default: cuda)",
+    )
+    group.add_argument(
+        "--codec",
+        choices=CODECS,
+        default="exact",
+        help="how state is stored, docs/codecs.md (default: exact)",
     )
     group.add_argument(
         "--window",
@@ -92,7 +106,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--doctor",
-        type=Path,
+        type=given_path,
         metavar="FILE",
         help="what optstream doctor --json DIR found on the node; the next three replace its parts",
     )
@@ -132,15 +146,17 @@ def run(args: argparse.Namespace) -> int:
     with _quiet():
         model = read_model(args.model, getattr(torch, args.dtype))
         optimizer = make_optimizer(args.optimizer, model.module)
-        specs = describe_all(model.module, optimizer, args.device)
+        specs = describe_all(model.module, optimizer, args.device, args.codec)
         ram = parse_budget(args.ram)
         plans = make_plans(specs, optimizer, args.window_bytes, ram, args.ranks)
         on_node = args.ranks_per_node or args.ranks
         estimate = Estimate(plans, node, on_node, ram, args.step_time, args.endurance)
-        checks = estimate.checks
-    shown = json.dumps(facts(args, model, estimate), indent=1)
-    sys.stdout.write((shown if args.json else text(args, model, estimate)) + "\n")
-    wrong = [sentence(check) for check in checks if not check.fits]
+        if args.json:
+            shown = json.dumps(facts(args, model, estimate), indent=1)
+        else:
+            shown = text(args, model, estimate)
+    sys.stdout.write(shown + "\n")
+    wrong = [sentence(check) for check in estimate.checks if not check.fits]
     if wrong:
         sys.stderr.write(f"optstream: {'; '.join(wrong)}\n")
     return 1 if wrong else 0

@@ -26,6 +26,7 @@ def facts(args: argparse.Namespace, model: ModelShape, estimate: Estimate) -> di
         "optimizer": args.optimizer,
         "dtype": args.dtype,
         "device": args.device,
+        "codec": args.codec,
         "window_bytes": args.window_bytes,
         "weights_bytes": model.num_bytes,
         "ranks": ranks,
@@ -72,6 +73,7 @@ def text(args: argparse.Namespace, model: ModelShape, estimate: Estimate) -> str
         *_time_rows(estimate),
         *(("fits" if check.fits else "does not fit", sentence(check)) for check in estimate.checks),
         ("use", _use(args, estimate)),
+        *_ram_rows(args, model, estimate),
     ]
     return align(rows)
 
@@ -115,6 +117,21 @@ def _time_rows(estimate: Estimate) -> Iterator[tuple[str, str]]:
         yield "", f"they are rated for {estimate.endurance_days:,.0f} days of that"
 
 
+def _ram_rows(
+    args: argparse.Namespace, model: ModelShape, estimate: Estimate
+) -> Iterator[tuple[str, str]]:
+    """Yield what memory that is left could do, where `--ram` did not ask for any."""
+    model_bytes = 2 * model.num_bytes if args.device == "cpu" else 0
+    spare_gib = estimate.spare_bytes(model_bytes) >> 30
+    if spare_gib == 0 or any(plan.num_resident for plan in estimate.plans):
+        return
+    other = estimate.with_ram(spare_gib << 30)
+    saved = estimate.moved_bytes_per_step - other.moved_bytes_per_step
+    if saved > 0:
+        share = saved / estimate.moved_bytes_per_step
+        yield "", f'ram="{spare_gib}GiB" would spare {share:.0%} of what a step moves'
+
+
 def sentence(check: Check) -> str:
     """Return what is needed, what is there, and what to do if that is too little."""
     if check.what.startswith("open files"):
@@ -129,10 +146,12 @@ def _use(args: argparse.Namespace, estimate: Estimate) -> str:
     directories = [json.dumps(path) for path in estimate.node.directories]
     where = f"[{', '.join(directories)}]" if len(directories) > 1 else "".join(directories) or "DIR"
     threads = estimate.node.io_threads
+    codec = f', codec="{args.codec}"' if args.codec != "exact" else ""
     group = ", process_group=dist.group.WORLD" if args.ranks > 1 else ""
     ram = f', ram="{args.ram}"' if any(plan.num_resident for plan in estimate.plans) else ""
     return (
         f'optstream.offload(optimizer, {where}, model=model, window="{_size(args.window_bytes)}"'
+        + codec
         + ram
         + group
         + (f", io_threads={threads})" if threads else ")")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optstream.cli.parser import given_path
 from optstream.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     """Add the argument CKPT."""
     parser.add_argument(
         "checkpoint",
-        type=Path,
+        type=given_path,
         metavar="CKPT",
         help="what optimizer.save made, or a step that optstream train saved",
     )

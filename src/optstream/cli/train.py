@@ -6,13 +6,23 @@ import argparse
 import os
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from optstream.cli.parser import number_above, ram_budget, whole_number, window_size
+from optstream.cli.parser import (
+    given_path,
+    non_empty,
+    number_above,
+    ram_budget,
+    whole_number,
+    window_size,
+)
 from optstream.training.config import DTYPES, OPTIMIZERS, STORES, STORES_ON_DRIVE, TrainConfig
 from optstream.training.packages import require_modules
-from optstream.training.stop import StopRequest
+from optstream.training.stop import Stopped, StopRequest
 from optstream.units import format_bytes
+
+if TYPE_CHECKING:
+    from optstream.training.result import RunResult
 
 SUMMARY = "train a language model on text, its optimizer's state on the drive"
 STATE_DIR_VARIABLE = "OPTSTREAM_STATE_DIR"
@@ -32,21 +42,27 @@ def run(args: argparse.Namespace) -> int:
     """Train, print the table, and return the exit code."""
     config = _config(args)
     require_modules(("rich",), extra="train", what="optstream train")
-    from optstream.training.progress import make_observer
-    from optstream.training.ranks import open_ranks
-    from optstream.training.run import train
-    from optstream.training.summary import print_summary
-
     configs = [config, comparison(config)] if args.compare else [config]
-    results = []
-    with StopRequest() as stop, open_ranks() as ranks:
-        for each in configs:
-            observer = make_observer(quiet=args.quiet or ranks.rank > 0)
-            results.append(ranks.gather(train(each, stop, observer, ranks)))
-            if stop.signum is not None:
-                break
-        if ranks.rank == 0:
-            print_summary(results)
+    with StopRequest() as stop:
+        # with torch and transformers, which take seconds
+        from optstream.training.progress import make_observer
+        from optstream.training.ranks import open_ranks
+        from optstream.training.run import train
+        from optstream.training.summary import print_summary
+
+        results: list[list[RunResult]] = []
+        with open_ranks() as ranks:
+            for each in configs:
+                observer = make_observer(quiet=args.quiet or ranks.rank > 0)
+                try:
+                    results.append(ranks.gather(train(each, stop, observer, ranks)))
+                except Stopped:
+                    if not results:
+                        raise
+                if stop.signum is not None:
+                    break
+            if ranks.rank == 0:
+                print_summary(results)
     return 0 if stop.signum is None else 128 + stop.signum
 
 
@@ -67,12 +83,13 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--text",
         nargs="+",
-        type=Path,
+        type=given_path,
         metavar="FILE",
         help="UTF-8 files, or folders of *.md and *.txt (default: 38 plays, from a package)",
     )
     group.add_argument(
         "--model",
+        type=non_empty,
         metavar="tiny|small|smollm2|DIR",
         help="tiny (1 M parameters), small (12 M), smollm2 (135 M, pretrained), or the directory "
         "of a transformers causal language model with its tokenizer" + _default("model"),
@@ -94,7 +111,7 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--state-dir",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         help=f"on a drive; made for you alone if missing, left empty at the end (default: "
         f"${STATE_DIR_VARIABLE}, or ./{_DEFAULT_STATE_DIR})",
@@ -131,7 +148,8 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "--adamw-lr",
         type=number_above(0),
         metavar="LR",
-        help="of what Muon leaves to AdamW, and of the run that --compare adds (default: as --lr)",
+        help="of what Muon leaves to AdamW, and of the run that --compare adds (default: one that "
+        "suits the model)",
     )
     group.add_argument(
         "--compare",
@@ -166,7 +184,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_checkpoint_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--save-dir",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         help="make checkpoints there, in step000050 and so on; the last one at the end or upon "
         "Ctrl-C (default: none are made)",
@@ -185,7 +203,7 @@ def _add_checkpoint_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--resume",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         help="go on from a checkpoint, or from the newest in a --save-dir; flags that are left "
         "out are as they were",
@@ -200,7 +218,10 @@ def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
         help="held-out tokens the loss is measured on" + _default("eval_tokens"),
     )
     group.add_argument(
-        "--metrics", type=Path, metavar="FILE.jsonl", help="append a JSON line a step to this file"
+        "--metrics",
+        type=given_path,
+        metavar="FILE.jsonl",
+        help="append a JSON line a step to this file",
     )
     group.add_argument("--quiet", action="store_true", help="no progress, only the final table")
 

@@ -10,6 +10,7 @@ for it next, so that all of them end there, and none hangs:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -169,7 +170,11 @@ class Ranks:
         """Give the process groups up; the one they were made of stays."""
         groups, self._messages, self._values = [self._messages, self._values], None, None
         for group in groups:
-            if group is not None and dist.is_initialized():
+            if group is not None and self._gone:
+                # its threads may still wait for a rank that waits for us: destroying it would wait
+                # for them, and the others learn of it when this process ends
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            elif group is not None and dist.is_initialized():
                 with contextlib.suppress(ValueError):  # went with the default group
                     dist.destroy_process_group(group)
 

@@ -62,6 +62,8 @@ def settings_for(bandwidth: Bandwidth | None, available_bytes: int) -> Settings:
             f"{NUM_SLOTS} windows of {format_bytes(window_bytes)} are "
             f"{format_bytes(NUM_SLOTS * window_bytes)} of memory, of "
             f"{format_bytes(available_bytes)} that this process may use",
+            'the store is "direct", which keeps no page cache; "mapped" suits hosts whose memory '
+            "holds most of the state",
         ),
     )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from optstream.doctor.probe import temporary_files
 from optstream.store.base import PIECE_BYTES
-from optstream.store.files import LiveFile
+from optstream.store.live import LiveFile
 
 MODES = ("read", "write", "mixed")
 PIECES_BYTES = (2**20, PIECE_BYTES, 16 * 2**20)

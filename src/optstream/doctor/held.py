@@ -132,8 +132,14 @@ def _holdings(process: Path, files: Sequence[_OpenFile]) -> Iterator[Holding]:
         )
 
 
-def _open_files(process: Path, device: int) -> Iterator[_OpenFile]:
-    """Yield the window files, and the locks of claims, that a process has open."""
+def _open_files(process: Path, device: int) -> list[_OpenFile]:
+    """Return the window files, and the locks of claims, that a process has open.
+
+    A file that is reserved for a window's next write has no header yet: it is ours if the process
+    holds a window of that size in the same directory.
+    """
+    known: list[_OpenFile] = []
+    blank: list[_OpenFile] = []
     for fd in (process / "fd").iterdir():
         try:
             name = str(fd.readlink())
@@ -141,15 +147,20 @@ def _open_files(process: Path, device: int) -> Iterator[_OpenFile]:
             if file.status.st_dev != device:
                 continue
             may_be_window = S_ISREG(file.status.st_mode) and name.endswith((_DELETED, _SUFFIX))
-            if file.lock or (may_be_window and _is_ours(fd)):
-                yield file
+            head = _head(fd) if may_be_window else b"other"
         except (FileNotFoundError, PermissionError):
             continue  # closed just now; or of a mode that lets nobody read it
+        if file.lock or starts_like_ours(head):
+            known.append(file)
+        elif not any(head):
+            blank.append(file)
+    windows = {(file.directory, file.status.st_size) for file in known if not file.lock}
+    return known + [file for file in blank if (file.directory, file.status.st_size) in windows]
 
 
-def _is_ours(fd: Path) -> bool:
+def _head(fd: Path) -> bytes:
     with open(fd, "rb", buffering=0) as file:
-        return starts_like_ours(file.read(_HEAD_BYTES))
+        return file.read(_HEAD_BYTES)
 
 
 def _user(process: Path) -> str:

@@ -13,7 +13,8 @@ from optstream.store import linux
 from optstream.store.base import WindowFile
 from optstream.store.checks import check_space
 from optstream.store.claim import Claim
-from optstream.store.files import Drive, LiveFile
+from optstream.store.files import Drive
+from optstream.store.live import LiveFile
 
 _PROBE_BYTES = 2**20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from optstream.estimate.node import Node
 from optstream.estimate.planning import NO_RAM, resized
 from optstream.headers import window_files
 from optstream.plan import Plan
-from optstream.ram import Budget
+from optstream.ram import MARGIN_SHARE, MIN_MARGIN_BYTES, Budget
 from optstream.units import format_bytes
 
 _SMALLEST_WINDOW_BYTES = 8 * 2**20
@@ -94,6 +95,27 @@ class Estimate:
     def checks(self) -> list[Check]:
         """What fits and what does not, as far as the node is known."""
         return list(self._checks())
+
+    def spare_bytes(self, model_bytes: int) -> int:
+        """Return the memory that `ram=` could have on each rank; 0 where that is not known.
+
+        The margin is that of `ram="auto"`.
+
+        Args:
+            model_bytes: of weights and gradients in host memory.
+        """
+        memory_bytes = self.node.memory_bytes
+        if memory_bytes is None:
+            return 0
+        margin_bytes = max(MIN_MARGIN_BYTES, math.floor(memory_bytes * MARGIN_SHARE))
+        used_bytes = self.most_of_a_node(lambda plan: plan.peak_host_bytes + model_bytes)
+        return max(0, memory_bytes - used_bytes - margin_bytes) // self.ranks_per_node
+
+    def with_ram(self, num_bytes: int) -> Estimate:
+        """Return what it comes to with so many bytes resident on each rank."""
+        budget = Budget(num_bytes)
+        plans = [resized(plan, plan.window_bytes, budget) for plan in self.plans]
+        return replace(self, plans=plans, budget=budget)
 
     def _checks(self) -> Iterator[Check]:
         node = self.node

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
+from optstream.codecs import EXACT, CodecChoice
 from optstream.distributed.shares import Shares
 from optstream.errors import ConfigError
 from optstream.params import Describer, parameter_names, unplanned
@@ -20,23 +21,30 @@ NO_RAM = Budget()
 MAX_WINDOWS = 100_000
 
 
-def describe_all(model: nn.Module, optimizer: Optimizer, device: str) -> list[ParamSpec]:
+def describe_all(
+    model: nn.Module, optimizer: Optimizer, device: str, codec: str = EXACT
+) -> list[ParamSpec]:
     """Return what the plan is told of every parameter, as `offload` tells it.
 
     Args:
         model: may be on the meta device.
         device: where its parameters will be: "cpu", "cuda".
+        codec: how state is stored.
 
     Raises:
         UnsupportedOptimizerError: see `Describer.describe`.
+        ConfigError: a codec that fits no state.
     """
-    describer = Describer(optimizer, master_weights=True, device=device)
+    codecs = CodecChoice(codec)
+    describer = Describer(optimizer, master_weights=True, device=device, codecs=codecs)
     groups = optimizer.param_groups
     names = parameter_names(groups, model)
-    return [
+    specs = [
         describer.describe(names[id(groups[group]["params"][position])], group, position)
         for group, position in unplanned((), groups, {})
     ]
+    codecs.check_used()
+    return specs
 
 
 def make_plans(

@@ -45,12 +45,16 @@ _FIELDS: dict[str, type] = {
     "key": str,
     "dtype": str,
     "codec": str,
+    "stored_dtype": str,
+    "stored_numel": int,
     "shape": list,
     "global_shape": list,
     "start": int,
     "stride": list,
 }
 _SIZES = ("shape", "global_shape", "stride")
+_OPTIONAL = {"stride", "stored_dtype", "stored_numel"}
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ class TensorRecord:
         offset: bytes from the start of the window's data, a multiple of EXTENT_ALIGN_BYTES.
         stride: in elements, where the piece is dense but not in row-major order; else None. Such a
             piece is shown to safetensors readers as flat.
-        codec: how the bytes encode the values; "exact" is the values themselves.
+        codec: how the bytes encode the values; EXACT is the values themselves.
+        stored_dtype, stored_numel: what the bytes of another codec are shown as to safetensors
+            readers; None where exact.
     """
 
     fqn: str
@@ -78,7 +84,9 @@ class TensorRecord:
     start: int
     offset: int
     stride: tuple[int, ...] | None = None
-    codec: str = "exact"
+    codec: str = EXACT
+    stored_dtype: str | None = None
+    stored_numel: int | None = None
 
     @property
     def numel(self) -> int:
@@ -86,7 +94,10 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * _DTYPES[self.dtype][2]
+        """Return its bytes as stored."""
+        if self.stored_dtype is None or self.stored_numel is None:
+            return self.numel * _DTYPES[self.dtype][2]
+        return self.stored_numel * _DTYPES[self.stored_dtype][2]
 
     @property
     def end(self) -> int:
@@ -137,12 +148,19 @@ def check_record(record: TensorRecord, path: str) -> None:
         fault(path, f"{what!r} ends behind the whole tensor of shape {record.global_shape}")
     if record.offset % EXTENT_ALIGN_BYTES:
         fault(path, f"{what!r} lies at {record.offset}, no multiple of {EXTENT_ALIGN_BYTES}")
+    stored = (record.stored_dtype, record.stored_numel)
+    if any((value is None) != (record.codec == EXACT) for value in stored):
+        fault(path, f"{what!r} has the codec {record.codec!r} and is stored as {stored}")
+    if record.stored_dtype is not None and record.stored_dtype not in _DTYPES:
+        fault(path, f"{what!r} is stored as the unknown dtype {record.stored_dtype!r}")
     if record.stride is not None and not is_dense(record.shape, record.stride):
         fault(path, f"{what!r} of shape {record.shape} is not dense: strides {record.stride}")
 
 
 def stored_as(record: TensorRecord) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and shape that a safetensors reader sees."""
+    if record.stored_dtype is not None and record.stored_numel is not None:
+        return _DTYPES[record.stored_dtype][0], (record.stored_numel,)
     dtype, pair, _ = _DTYPES[record.dtype]
     return dtype, (record.shape if record.stride is None else (record.numel,)) + pair
 
@@ -155,7 +173,7 @@ def describe(record: TensorRecord) -> str:
 def parse_record(name: str, text: object, entry: object, path: str) -> TensorRecord:
     """Return the record of one tensor; only types are checked here, `_entries` checks the rest."""
     fields = load_object(text, path, f"the description of {name!r}")
-    if not set(_FIELDS) - {"stride"} <= set(fields) <= set(_FIELDS):
+    if not set(_FIELDS) - _OPTIONAL <= set(fields) <= set(_FIELDS):
         fault(path, f"the description of {name!r} has the fields {sorted(fields)}")
     for key, value in fields.items():
         if not (_is_sizes(value) if key in _SIZES else type(value) is _FIELDS[key]):

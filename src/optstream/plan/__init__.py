@@ -1,5 +1,6 @@
 """Which tensors go in which window, and what that costs: arithmetic, no I/O."""
 
+from optstream.codecs import EXACT
 from optstream.plan.plan import (
     MIN_WINDOW_BYTES,
     NUM_DEVICE_BUFFERS,
@@ -8,7 +9,15 @@ from optstream.plan.plan import (
     Plan,
     parse_window_bytes,
 )
-from optstream.plan.specs import MASTER, MAX_TILE, ParamSpec, StateTensor, Temporaries
+from optstream.plan.specs import (
+    MASTER,
+    MAX_TILE,
+    SCRATCH_ALIGNMENT,
+    ParamSpec,
+    StateTensor,
+    Temporaries,
+    stored_bytes,
+)
 from optstream.plan.windows import (
     EXTENT_ALIGNMENT,
     PAGE_BYTES,
@@ -16,10 +25,11 @@ from optstream.plan.windows import (
     Extent,
     Piece,
     Window,
-    aligned,
 )
+from optstream.units import aligned
 
 __all__ = [
+    "EXACT",
     "EXTENT_ALIGNMENT",
     "MASTER",
     "MAX_TILE",
@@ -28,6 +38,7 @@ __all__ = [
     "NUM_SLOTS",
     "OVERHEAD_BYTES",
     "PAGE_BYTES",
+    "SCRATCH_ALIGNMENT",
     "SLICE_ALIGNMENT",
     "Extent",
     "ParamSpec",
@@ -38,4 +49,5 @@ __all__ = [
     "Window",
     "aligned",
     "parse_window_bytes",
+    "stored_bytes",
 ]

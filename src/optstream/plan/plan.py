@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
+from optstream.codecs import coder_bytes
 from optstream.errors import ConfigError
 from optstream.plan.resident import choose_resident
 from optstream.plan.specs import ParamSpec, Temporaries
-from optstream.plan.windows import EXTENT_ALIGNMENT, Window, aligned, build_windows
-from optstream.units import format_bytes
+from optstream.plan.windows import EXTENT_ALIGNMENT, Window, build_windows
+from optstream.units import aligned, format_bytes
 
 NUM_SLOTS = 4
 """One window being updated, one being written, two being read ahead."""
@@ -132,11 +135,19 @@ class Plan:
         fixed = NUM_DEVICE_BUFFERS * self.largest_bytes + DEVICE_OVERHEAD_BYTES
         return max((fixed + num_bytes for num_bytes in working), default=0)
 
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Size of the buffer for decoded state, and for gradients of it in float32."""
+        return max((self._window_scratch_bytes(window) for window in self.windows), default=0)
+
     def _working_bytes(self, device: str) -> int:
-        """What updates on a device allocate: temporaries, and gradients in float32."""
+        """What updates on a device allocate: temporaries, and buffers for gradients and values."""
         windows = [window for window in self.windows if window.device == device]
         gradient = self.gradient_bytes if any(map(self._window_gradient_bytes, windows)) else 0
-        return gradient + max(map(self._window_update_bytes, windows), default=0)
+        decoded = 0
+        if any(map(self._window_scratch_bytes, windows)):
+            decoded = self.scratch_bytes + coder_bytes(torch.device(device).type)
+        return gradient + decoded + max(map(self._window_update_bytes, windows), default=0)
 
     @cached_property
     def written_bytes_per_step(self) -> int:
@@ -154,7 +165,13 @@ class Plan:
         return sum(
             aligned(piece.numel * 4, EXTENT_ALIGNMENT)
             for piece in window.pieces
-            if self.params[piece.param].has_master
+            if self.params[piece.param].has_master and not self.params[piece.param].is_encoded
+        )
+
+    def _window_scratch_bytes(self, window: Window) -> int:
+        specs = [(self.params[piece.param], piece.numel) for piece in window.pieces]
+        return max(
+            (spec.scratch_bytes(min(numel, spec.max_tile)) for spec, numel in specs), default=0
         )
 
     def _window_update_bytes(self, window: Window) -> int:
@@ -163,7 +180,8 @@ class Plan:
             spec = self.params[piece.param]
             share = min(piece.numel, spec.max_tile) / max(1, spec.numel)
             temporary = math.ceil(spec.temporary_bytes * share)
-            if spec.temporaries is Temporaries.BATCHED:
+            # what is decoded is updated by itself
+            if spec.temporaries is Temporaries.BATCHED and not spec.is_encoded:
                 batched += temporary
             else:
                 sequential = max(sequential, temporary)
@@ -176,7 +194,7 @@ def parse_window_bytes(window_bytes: int) -> int:
     if window_bytes < MIN_WINDOW_BYTES:
         raise ConfigError(
             f"window={window_bytes} bytes is too small; give at least "
-            f'{format_bytes(MIN_WINDOW_BYTES)} ("256MiB" is the default)'
+            f"{format_bytes(MIN_WINDOW_BYTES)}"
         )
     return window_bytes
 

@@ -8,9 +8,18 @@ from enum import Enum
 
 import torch
 
+from optstream.codecs import CODECS, EXACT
+from optstream.units import aligned
+
 MASTER = "master"
 MAX_TILE = 2**20
 """Elements updated at once; temporaries stay in the processor's cache and out of the bound."""
+
+ENCODED_TILE = 2**18
+"""Elements decoded, updated and encoded at once where the rule allows, in the cache as well."""
+
+SCRATCH_ALIGNMENT = 64
+"""Bytes, as torch's own allocations."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +30,28 @@ class StateTensor:
         key: the optimizer's own key ("exp_avg"), or MASTER.
         shape, stride: elements, as the optimizer makes it for the whole parameter.
         dtype: as the optimizer makes it.
+        codec: the name of how it is stored.
     """
 
     key: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    codec: str = EXACT
 
     @property
     def num_bytes(self) -> int:
+        """Return its bytes in memory; see `stored_bytes`."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        return stored_bytes(self.codec, math.prod(self.shape), self.dtype)
+
+
+def stored_bytes(codec: str, numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of an extent."""
+    return numel * dtype.itemsize if codec == EXACT else CODECS[codec].stored_bytes(numel)
 
 
 class Temporaries(Enum):
@@ -83,10 +104,32 @@ class ParamSpec:
 
     @property
     def state_bytes(self) -> int:
-        return sum(state.num_bytes for state in self.states)
+        """Return its bytes as stored."""
+        return sum(state.stored_bytes for state in self.states)
+
+    @property
+    def is_encoded(self) -> bool:
+        return any(state.codec != EXACT for state in self.states)
 
     @property
     def max_tile(self) -> int:
         """Elements of it that are updated at once: tiles only help rules that go one by one."""
+        if self.elementwise and self.is_encoded:
+            return ENCODED_TILE
         tiled = self.elementwise and self.temporaries is Temporaries.ONE
         return MAX_TILE if tiled else self.numel
+
+    def scratch_bytes(self, numel: int) -> int:
+        """Return what decoding takes to update so many elements at once: float32, tensor by tensor.
+
+        Masters need their gradient in float32, too.
+        """
+        if not self.is_encoded:
+            return 0
+        sizes = [
+            numel if self.elementwise else math.prod(state.shape)
+            for state in self.states
+            if state.codec != EXACT
+        ]
+        sizes += [numel] if self.has_master else []
+        return sum(aligned(size * 4, SCRATCH_ALIGNMENT) for size in sizes)

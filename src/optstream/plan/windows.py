@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from optstream.plan.specs import ParamSpec
+from optstream.codecs import EXACT
+from optstream.plan.specs import ParamSpec, stored_bytes
+from optstream.units import aligned
 
 SLICE_ALIGNMENT = 4096
 """Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
@@ -25,14 +27,14 @@ EXTENT_ALIGNMENT = 64
 PAGE_BYTES = 4096
 
 
-def aligned(value: int, alignment: int) -> int:
-    """Return the smallest multiple of `alignment` that is not less than `value`."""
-    return -(-value // alignment) * alignment
-
-
 @dataclass(frozen=True)
 class Extent:
-    """The byte range of a window's data that holds one tensor (of a slice)."""
+    """The byte range of a window's data that holds one tensor (of a slice).
+
+    Attributes:
+        shape, stride, dtype: of the values.
+        codec: the name of how they are stored.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -40,6 +42,11 @@ class Extent:
     dtype: torch.dtype
     offset: int
     num_bytes: int
+    codec: str = EXACT
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -136,18 +143,24 @@ class _WindowBuilder:
     def _room(self, spec: ParamSpec, start: int) -> int:
         """Return how many elements from `start` fit: all, or a multiple of SLICE_ALIGNMENT."""
         rest = spec.numel - start
-        element_bytes = sum(state.dtype.itemsize for state in spec.states)
-        if element_bytes == 0 or self._end_with(spec, start, spec.numel) <= self.window_bytes:
+        if not spec.states or self._end_with(spec, start, spec.numel) <= self.window_bytes:
             return rest
-        free = max(0, self.window_bytes - aligned(self.end, PAGE_BYTES)) // element_bytes
-        return free // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+        least_bytes = sum(
+            stored_bytes(state.codec, SLICE_ALIGNMENT, state.dtype) for state in spec.states
+        )
+        free_bytes = self.window_bytes - aligned(self.end, PAGE_BYTES)
+        room = max(0, free_bytes) // least_bytes * SLICE_ALIGNMENT
+        # the parts of encoded values are padded once, not once per SLICE_ALIGNMENT
+        while self._end_with(spec, start, start + room + SLICE_ALIGNMENT) <= self.window_bytes:
+            room += SLICE_ALIGNMENT
+        return room
 
     def _end_with(self, spec: ParamSpec, start: int, stop: int) -> int:
         """Return where the window would end with these elements of a parameter."""
         alignment = _alignment(spec, start, stop)
         end = self.end
         for state in spec.states:
-            end = aligned(end, alignment) + (stop - start) * state.dtype.itemsize
+            end = aligned(end, alignment) + stored_bytes(state.codec, stop - start, state.dtype)
         return end
 
     def _place(self, index: int, spec: ParamSpec, start: int, stop: int, whole: bool) -> None:
@@ -155,9 +168,11 @@ class _WindowBuilder:
         extents = []
         for state in spec.states:
             shape, stride = (state.shape, state.stride) if whole else ((stop - start,), (1,))
-            num_bytes = math.prod(shape) * state.dtype.itemsize
+            num_bytes = stored_bytes(state.codec, math.prod(shape), state.dtype)
             offset = aligned(self.end, alignment)
-            extents.append(Extent(state.key, shape, stride, state.dtype, offset, num_bytes))
+            extents.append(
+                Extent(state.key, shape, stride, state.dtype, offset, num_bytes, state.codec)
+            )
             self.end = offset + num_bytes
         self.pieces.append(Piece(index, start, stop, whole, tuple(extents)))
 

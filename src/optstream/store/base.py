@@ -16,6 +16,8 @@ from pathlib import Path
 
 import xxhash
 
+from optstream.store import linux
+
 PAGE_BYTES = 4096
 PIECE_BYTES = 8 * 2**20
 """Of one transfer, and of what one digest covers; 4 to 16 MiB reach the drive's limit with 2 to 4
@@ -39,6 +41,18 @@ class WindowFile:
         return len(self.header) + self.data_bytes
 
 
+@dataclass
+class Sharing:
+    """Who may see a file beside this process.
+
+    Attributes:
+        linked: it has, or had, a name in a checkpoint; whoever opened that still reads the file
+            when the name is gone.
+    """
+
+    linked: bool = False
+
+
 class FrozenFile:
     """A window's file that is never written again; its descriptor closes with the object.
 
@@ -50,9 +64,16 @@ class FrozenFile:
     """
 
     def __init__(
-        self, fd: int, name: str, header_bytes: int, data_bytes: int, digests: Mapping[int, int]
+        self,
+        fd: int,
+        name: str,
+        header_bytes: int,
+        data_bytes: int,
+        digests: Mapping[int, int],
+        sharing: Sharing | None = None,
     ) -> None:
         self.fd = fd
+        self._sharing = sharing or Sharing()
         self.name = name
         self.header_bytes = header_bytes
         self.data_bytes = data_bytes
@@ -63,6 +84,15 @@ class FrozenFile:
     @property
     def file_bytes(self) -> int:
         return self.header_bytes + self.data_bytes
+
+    def link(self, target: Path) -> None:
+        """Give the file a name on its filesystem.
+
+        Raises:
+            OSError: it cannot have one, see `linux.link`.
+        """
+        self._sharing.linked = True
+        linux.link(self.fd, target)
 
     def ordered_digests(self) -> tuple[int, ...]:
         """Return the header's digest, then those of the data's pieces in order."""
@@ -165,8 +195,8 @@ class Store(ABC):
             WindowWriteError: there is none, and the drive refuses one.
         """
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
-        """Take files, with their digests as in FrozenFile, as what these windows hold, frozen.
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
+        """Take the files of a checkpoint as what these windows hold, frozen.
 
         No bytes move; digests are checked when pieces are first read.
 

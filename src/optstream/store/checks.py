@@ -71,7 +71,7 @@ def check_directory(existing: Path, path: Path) -> None:
         raise StoreError(
             errno.EINVAL,
             f"{path} is {mount.kind}, so the state would stay in RAM; "
-            'choose a path on a drive, or store="memory"',
+            'choose a path on a drive, or store="memory" (--store memory)',
         )
     if os.statvfs(existing).f_flag & os.ST_RDONLY:
         raise StoreError(errno.EROFS, f"{path} is on a read-only filesystem; choose another drive")

@@ -15,133 +15,25 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from errno import EINVAL, EIO, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
+from collections.abc import Callable
+from errno import EINVAL, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
 from functools import cached_property
 from pathlib import Path
 
-import xxhash
-
-from optstream.errors import DigestError, StoreError, WindowWriteError
+from optstream.errors import WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
 from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
 from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
-from optstream.store.pages import map_shared
-from optstream.store.transfer import read_whole, write_whole
+from optstream.store.live import LiveFile, aligned
 
 _NO_NAMELESS_FILES = {EOPNOTSUPP, EISDIR, ENOENT, EINVAL}
 _NO_RESERVE = {EOPNOTSUPP, ENOSYS}
 _ZEROS_BYTES = 8 * 2**20
 
 log = logging.getLogger("optstream")
-
-
-@dataclass
-class LiveFile:
-    """The open file of one window.
-
-    Attributes:
-        path: None for a nameless file.
-        name: the file in words, for errors.
-        direct: transfers bypass the page cache; else they are flushed and dropped from it.
-        cached: what is written stays in the page cache, to be flushed by others.
-        view: the data, mapped shared, where `cached`; it may outlive the file.
-        snapshot: the frozen form that was handed out last.
-        adopted: it came from a checkpoint; what is read is held against its digest.
-        digests: xxh3 of what was written, by offset in the data; the header's at -header_bytes.
-    """
-
-    fd: int
-    path: Path | None
-    name: str
-    header_bytes: int
-    direct: bool
-    snapshot: weakref.ref[FrozenFile] | None = None
-    adopted: bool = False
-    digests: dict[int, int] = field(default_factory=dict)
-    cached: bool = False
-    view: memoryview | None = None
-
-    def read(self, offset: int, buffer: memoryview) -> None:
-        position = self.header_bytes + offset
-        read_whole(self.fd, buffer, position, self.name)
-        if self.adopted:
-            check_digest(buffer, self.digests.get(offset), self.name, position)
-        if not self.direct:
-            os.posix_fadvise(self.fd, position, len(buffer), os.POSIX_FADV_DONTNEED)
-
-    def write(self, offset: int, buffer: memoryview) -> None:
-        position = self.header_bytes + offset
-        assert not self.frozen, self.name
-        write_whole(self.fd, buffer, position, self.name)
-        self.digests[offset] = xxhash.xxh3_64_intdigest(buffer)
-        if not self.direct and not self.cached:
-            self._drop_cache(position, len(buffer))
-
-    def _drop_cache(self, position: int, num_bytes: int) -> None:
-        try:
-            os.fdatasync(self.fd)  # only clean pages can be dropped
-        except OSError as error:
-            number = error.errno or EIO
-            raise WindowWriteError(self.name, position, num_bytes, number) from error
-        os.posix_fadvise(self.fd, position, num_bytes, os.POSIX_FADV_DONTNEED)
-
-    def freeze(self, data_bytes: int) -> FrozenFile:
-        """Make it immutable for as long as anyone can see it: a snapshot, or a link to it."""
-        fd = os.dup(self.fd)
-        frozen = FrozenFile(fd, self.name, self.header_bytes, data_bytes, self.digests)
-        self.snapshot = weakref.ref(frozen)
-        return frozen
-
-    @property
-    def frozen(self) -> bool:
-        """Tell whether what it holds is still seen by somebody else."""
-        if self.adopted:
-            return True
-        if self.snapshot is None:
-            return False
-        own_links = 0 if self.path is None else 1
-        return self.snapshot() is not None or os.fstat(self.fd).st_nlink > own_links
-
-    def map(self) -> None:
-        """Make `view`.
-
-        Raises:
-            StoreError: the filesystem or a limit does not allow it.
-        """
-        try:
-            self.view = map_shared(self.fd, os.fstat(self.fd).st_size)[self.header_bytes :]
-        except OSError as error:
-            number = error.errno or EIO
-            raise StoreError(
-                number,
-                f"{self.name} cannot be mapped: {os.strerror(number)}; raise the limits of this "
-                'process (ulimit -v, vm.max_map_count), or use store="direct"',
-            ) from error
-
-    def use_page_cache(self) -> None:
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self.direct = False
-
-    def remove(self) -> None:
-        """Close the file and give its space back."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close the file and leave it as it is: in a forked child it is the parent's."""
-        self.path = self.view = None
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
 
 
 class Drive:
@@ -178,8 +70,11 @@ class Drive:
         self._made += make_directory(self.directory)
         purge_stale(self.directory)
 
-    def create(self, window: int, file: WindowFile) -> LiveFile:
+    def create(self, window: int, file: WindowFile, *, spare: bool = False) -> LiveFile:
         """Make a window's file, reserve all of it, write its header; the data reads as zeros.
+
+        Args:
+            spare: leave the header to the file's first use.
 
         Raises:
             OSError: the filesystem refuses; nothing is left of the file.
@@ -187,12 +82,12 @@ class Drive:
         live = self._open(window, len(file.header))
         try:
             try:
-                self._fill(live, file)
+                self._fill(live, file, spare)
             except WindowWriteError as error:
                 if error.errno != EINVAL or not live.direct:
                     raise
                 self._use_page_cache("the filesystem refuses O_DIRECT", live)
-                self._fill(live, file)
+                self._fill(live, file, spare)
             if self._cached:
                 live.map()
         except BaseException:
@@ -254,10 +149,10 @@ class Drive:
         elif align_bytes is not None and align_bytes > PAGE_BYTES:
             self._use_page_cache(f"direct I/O needs an alignment of {align_bytes} bytes", live)
 
-    def adopt(self, path: Path, file: WindowFile, digests: Mapping[int, int]) -> LiveFile | None:
-        """Open a checkpoint's file as a frozen one, if it is just like `file`; None otherwise."""
+    def adopt(self, frozen: FrozenFile, file: WindowFile) -> LiveFile | None:
+        """Open a checkpoint's file anew, frozen, if it is just like `file`; None otherwise."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(f"/proc/self/fd/{frozen.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         found = os.fstat(fd)
@@ -265,7 +160,8 @@ class Drive:
         if not fits or os.pread(fd, len(file.header), 0) != file.header:
             os.close(fd)
             return None
-        live = LiveFile(fd, None, str(path), len(file.header), False, None, True, dict(digests))
+        live = LiveFile(fd, None, frozen.name, len(file.header), direct=False)
+        live.adopted, live.digests = True, dict(frozen.digests)
         if self._direct:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -279,11 +175,10 @@ class Drive:
         self._num_named += 1
         return path
 
-    def _fill(self, live: LiveFile, file: WindowFile) -> None:
+    def _fill(self, live: LiveFile, file: WindowFile, spare: bool) -> None:
         self._reserve(live, file.file_bytes)
-        header = _aligned(len(file.header))
-        header[:] = file.header
-        live.write(-len(header), header)
+        if not spare:
+            live.write_header(file.header)
 
     def _reserve(self, live: LiveFile, num_bytes: int) -> None:
         try:
@@ -292,7 +187,7 @@ class Drive:
             if error.errno not in _NO_RESERVE:
                 raise
             self._warn("its filesystem cannot reserve space; zeros are written instead")
-            zeros = _aligned(min(num_bytes, _ZEROS_BYTES))
+            zeros = aligned(min(num_bytes, _ZEROS_BYTES))
             for position in range(0, num_bytes, _ZEROS_BYTES):
                 live.write(position - live.header_bytes, zeros[: num_bytes - position])
 
@@ -313,14 +208,3 @@ class Drive:
         if text not in self._warned:
             self._warned.add(text)
             self._announce(f"{self.directory}: {text}")
-
-
-def check_digest(buffer: memoryview, digest: int | None, name: str, position: int) -> None:
-    """Raise DigestError if these bytes of a file are not what was once written there."""
-    if xxhash.xxh3_64_intdigest(buffer) != digest:
-        raise DigestError(name, position, len(buffer))
-
-
-def _aligned(num_bytes: int) -> memoryview:
-    """Return page-aligned zeros; a mapping of its own, freed with the last view."""
-    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

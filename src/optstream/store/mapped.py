@@ -10,16 +10,15 @@ ends the process where it is touched, so all are brought in by calls that return
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from errno import EIO
-from pathlib import Path
 
 import xxhash
 
 from optstream.errors import WindowReadError, WindowWriteError
 from optstream.store import pages
 from optstream.store.base import PAGE_BYTES, PIECE_BYTES, FrozenFile
-from optstream.store.files import LiveFile, check_digest
+from optstream.store.live import LiveFile, check_digest
 from optstream.store.on_drive import OnDrive
 from optstream.store.transfer import read_whole
 
@@ -31,6 +30,10 @@ class Mapped(OnDrive):
     """One shared mapping a window; it stays while anybody holds a view, also after `close`."""
 
     cached = True
+
+    def __init__(self, directories: Sequence[str | os.PathLike[str]]) -> None:
+        self._written: set[int] = set()
+        super().__init__(directories)
 
     def read(self, window: int, offset: int, buffer: memoryview) -> None:
         self._file(window, offset, buffer)
@@ -46,6 +49,7 @@ class Mapped(OnDrive):
         if old is not None:  # all of it is written: nothing needs to be copied
             old.remove()
         live.write(offset, buffer)
+        self._written.add(window)
         _sync(live, offset, len(buffer))
 
     def view(self, window: int) -> memoryview:
@@ -70,13 +74,10 @@ class Mapped(OnDrive):
         live = self._held.live[window]
         view = _view(live)
         missing_bytes = _read_ahead(live, len(view))
-        if len(view):
-            try:
-                pages.populate(view, writable=True)
-            except OSError as error:
-                _check_readable(live, len(view))
-                number = error.errno or EIO
-                raise WindowReadError(live.name, live.header_bytes, len(view), number) from error
+        # pages that were not written back since are writable already
+        if missing_bytes or window in self._written:
+            _populate(live)
+            self._written.discard(window)
         return missing_bytes
 
     def write_back(self, window: int) -> int:
@@ -87,6 +88,7 @@ class Mapped(OnDrive):
         self._copy_old(window)
         view = _view(live)
         self._take_digests(window)
+        self._written.add(window)
         _sync(live, 0, len(view))
         return len(view)
 
@@ -98,7 +100,7 @@ class Mapped(OnDrive):
             self._take_digests(window)
         return super().freeze(windows)
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
         if not super().adopt(files):
             return False
         for window in files:
@@ -148,6 +150,17 @@ def _read_ahead(live: LiveFile, num_bytes: int) -> int:
     for position in range(0, end if missing_bytes else 0, _ADVICE_BYTES):
         os.posix_fadvise(live.fd, position, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
     return missing_bytes
+
+
+def _populate(live: LiveFile) -> None:
+    view = _view(live)
+    try:
+        if len(view):
+            pages.populate(view, writable=True)
+    except OSError as error:
+        _check_readable(live, len(view))
+        number = error.errno or EIO
+        raise WindowReadError(live.name, live.header_bytes, len(view), number) from error
 
 
 def _sync(live: LiveFile, offset: int, num_bytes: int) -> None:

@@ -1,9 +1,9 @@
 """Windows in files on drives: what stores share whose windows outgrow memory.
 
-A window's file is replaced, never rewritten, once somebody else can see it:
+A window's file is replaced, never rewritten, while somebody else can see it:
 
     live ── freeze ──► frozen ── prepare_write ──► old; the window's live file is a reserved spare
-                          └── nobody sees it any more ──► live
+                          └── nobody holds it any more, and it was never linked ──► live
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from optstream.errors import ClosedError, OutOfSpaceError, WindowWriteError
 from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
 from optstream.store.checks import check_limits, check_space, distinct, reserve_refused
-from optstream.store.files import Drive, LiveFile
+from optstream.store.files import Drive
+from optstream.store.live import LiveFile
 
 log = logging.getLogger("optstream")
 
@@ -124,15 +124,15 @@ class OnDrive(Store):
         except OSError as error:
             number, size = error.errno or errno.EIO, self._specs[window].data_bytes
             raise WindowWriteError(frozen.name, 0, size, number, str(error)) from error
+        self._held.spares[window].write_header(self._specs[window].header)
         self._held.live[window] = self._held.spares.pop(window)
         return frozen
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
         self._check_usable()
         adopted: dict[int, LiveFile] = {}
-        for window, (path, digests) in files.items():
-            drive = self._drives[self.drive(window)]
-            live = drive.adopt(path, self._specs[window], digests)
+        for window, frozen in files.items():
+            live = self._drives[self.drive(window)].adopt(frozen, self._specs[window])
             if live is None:
                 for other in adopted.values():
                     other.abandon()
@@ -177,7 +177,7 @@ class OnDrive(Store):
         made: dict[int, LiveFile] = {}
         try:
             for drive, window, file in placed:
-                made[window] = drive.create(window, file)
+                made[window] = drive.create(window, file, spare=True)
         except BaseException as error:
             for spare in made.values():
                 spare.remove()

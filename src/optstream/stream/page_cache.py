@@ -9,6 +9,7 @@ back behind its update: the kernel can take clean pages at once, and waits for d
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,11 +17,14 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from optstream.errors import WindowIOError
-from optstream.memory import read_available_bytes
+from optstream.memory import read_available_bytes, read_dirty_limit_bytes
 from optstream.plan import Plan
 from optstream.store.base import Store
 from optstream.stream.lane import Wait
 from optstream.stream.transfers import Counters
+from optstream.units import format_bytes
+
+log = logging.getLogger("optstream")
 
 NUM_AHEAD = 2
 """Windows that are brought in while one is updated: as many as with slots."""
@@ -46,7 +50,7 @@ class PageCache:
         self._reads: dict[int, Future[int]] = {}
         self._writes: dict[int, Future[int]] = {}
         self._dirty: set[int] = set()
-        self._short = False
+        self._short = self._told = False
 
     def start(self, plan: Plan, order: Sequence[int], stored: Collection[int]) -> None:
         """Begin a scan, or look ahead at the next one.
@@ -56,6 +60,8 @@ class PageCache:
         """
         num_bytes = plan.data_bytes - plan.resident_bytes
         self._short = read_available_bytes() < num_bytes + num_bytes // 16
+        if not self._short:
+            self._tell_of_dirty_limit(num_bytes)
         self._coming = deque(order)
         self._stored = stored
         for window in self._reads.keys() - set(order):  # a scan that went on otherwise
@@ -125,6 +131,18 @@ class PageCache:
     def close(self) -> None:
         """End the threads, with what they were given."""
         self._pool.shutdown(wait=True)
+
+    def _tell_of_dirty_limit(self, num_bytes: int) -> None:
+        limit_bytes = read_dirty_limit_bytes()
+        if self._told or limit_bytes is None or num_bytes <= limit_bytes:
+            return
+        self._told = True
+        log.warning(
+            "%s of page cache change in each step and the kernel slows who has changed %s of it: "
+            "raise vm.dirty_ratio and vm.dirty_background_ratio, or keep a part resident (ram=)",
+            format_bytes(num_bytes),
+            format_bytes(limit_bytes),
+        )
 
     def _read_ahead(self) -> None:
         while self._coming and len(self._reads) < NUM_AHEAD:

@@ -133,14 +133,12 @@ class Saves:
 
     Attributes:
         num_saved: checkpoints made.
-        total_s: seconds spent on them.
     """
 
     def __init__(self, directory: Path, keep: int | None) -> None:
         self._directory = directory
         self._keep = keep
         self.num_saved = 0
-        self.total_s = 0.0
 
     def check_room(self, num_checkpoints: int, checkpoint_bytes: int) -> None:
         """Raise OutOfSpaceError unless the drive holds all that will be there at once.
@@ -183,10 +181,8 @@ class Saves:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         self._prune()
-        seconds = time.perf_counter() - start
         self.num_saved += 1
-        self.total_s += seconds
-        return seconds
+        return time.perf_counter() - start
 
     def _prune(self) -> None:
         steps = step_directories(self._directory)

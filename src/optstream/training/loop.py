@@ -75,8 +75,10 @@ def steps(job: Job, updater: Updater, stop: StopRequest, save: Save) -> Iterator
         optimizer_s = time.perf_counter() - optimizer_start
         scheduler.step()
         job.model.module.zero_grad(set_to_none=True)
-        stop.signum = max(job.ranks.gather(stop.signum or 0)) or None
-        stopping = stop.signum is not None
+        signum = max(job.ranks.gather(stop.signum or 0))
+        stopping = signum > 0
+        if stopping:
+            stop.signum = signum  # of another rank perhaps
         save_s = save(step + 1, stopping or step + 1 == config.steps)
         yield StepRecord(
             step=step + 1,
@@ -113,8 +115,11 @@ def _loss(model: LanguageModel, batch: torch.Tensor, reduction: str = "mean") ->
 
 
 @torch.no_grad()
-def held_out_loss(job: Job) -> float:
-    """Return the mean loss over the same held-out tokens each time, nats a token."""
+def held_out_loss(job: Job, stop: StopRequest) -> float | None:
+    """Return the mean loss over the same held-out tokens each time, nats a token; None if stopped.
+
+    A signal that was deferred ends it after the batch it arrives in.
+    """
     config = job.config
     job.model.module.eval()
     total, num_tokens = 0.0, 0
@@ -122,7 +127,13 @@ def held_out_loss(job: Job) -> float:
         config.eval_tokens, batch_size=config.batch_size, seq_len=config.seq_len
     )
     for batch in itertools.islice(batches, job.ranks.rank, None, job.ranks.size):
+        if stop.signum is not None:
+            break
         total += _loss(job.model, batch, reduction="sum").item()
         num_tokens += batch[:, 1:].numel()
-    shares = job.ranks.gather((total, num_tokens))
+    shares = job.ranks.gather((total, num_tokens, stop.signum or 0))
+    signum = max(share[2] for share in shares)
+    if signum > 0:
+        stop.signum = signum  # of another rank perhaps
+        return None
     return sum(share[0] for share in shares) / sum(share[1] for share in shares)

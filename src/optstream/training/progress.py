@@ -97,13 +97,13 @@ def describe(plan: RunPlan) -> str:
     config = plan.config
     what = (
         f"{config.model}, {plan.num_params / 1e6:.1f} M parameters in {config.dtype}, "
-        f"{optimizer(plan)}, {config.steps} steps of "
+        f"{describe_optimizer(plan)}, {config.steps} steps of "
         f"{config.batch_size} x {config.seq_len} tokens"
     )
-    return f"{what}; state {place(plan)}"
+    return f"{what}; state {describe_place(plan)}"
 
 
-def optimizer(plan: RunPlan) -> str:
+def describe_optimizer(plan: RunPlan) -> str:
     """Return which optimizer runs, and its peak learning rates."""
     name, rates = plan.config.optimizer, plan.rates
     if name == "muon":
@@ -111,7 +111,7 @@ def optimizer(plan: RunPlan) -> str:
     return f"{name}, lr {rates.lr:g}"
 
 
-def place(plan: RunPlan) -> str:
+def describe_place(plan: RunPlan) -> str:
     """Return where the optimizer's state is, in words."""
     config = plan.config
     if config.store == "none":
@@ -136,7 +136,8 @@ def place(plan: RunPlan) -> str:
 
 def _measures(record: StepRecord) -> str:
     moved = record.read_bytes + record.written_bytes
-    drive = f", drive {moved / record.optimizer_s / 1e9:.2f} GB/s" if moved else ""
+    # over the whole step: reads ahead and the last writes run beside forward and backward
+    drive = f", drive {moved / record.total_s / 1e9:.2f} GB/s" if moved else ""
     drive += f", saved in {record.save_s * 1e3:.0f} ms" if record.save_s else ""
     return (
         f"loss {record.loss:.3f}, {record.num_tokens / record.total_s:,.0f} tokens/s{drive}, "

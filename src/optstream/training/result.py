@@ -19,8 +19,6 @@ class RunPlan:
     first_step: int
     """Steps done before this run, by the run it resumes."""
     num_params: int
-    train_tokens: int
-    held_out_tokens: int
     num_windows: int
     """Files the state is in; 0 with the plain optimizer."""
     state_bytes: int

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import IO, Protocol
+from typing import Protocol
 
 import torch
 
+from optstream import durable
 from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError
 from optstream.report import metrics_path
@@ -42,7 +42,7 @@ from optstream.training.trainer_state import (
     versions,
 )
 from optstream.training.updater import Updater, make_updater
-from optstream.training.weights import load_weights
+from optstream.training.weights import load_weights, weights_digest
 
 
 class Observer(Protocol):
@@ -85,7 +85,7 @@ def train(config: TrainConfig, stop: StopRequest, observer: Observer, ranks: Ran
     resumed = _open_resumed(config)
     if config.save_dir is not None:
         check_save_directory(config.save_dir, resumed)
-    job, state = _prepare(config, resumed, observer, ranks)
+    job, state = _prepare(config, resumed, stop, observer, ranks)
     with ExitStack() as stack:
         stack.callback(observer.finished)
         if config.state_dir is not None:
@@ -112,7 +112,11 @@ def _open_resumed(config: TrainConfig) -> TrainingCheckpoint | None:
 
 
 def _prepare(
-    config: TrainConfig, resumed: TrainingCheckpoint | None, observer: Observer, ranks: Ranks
+    config: TrainConfig,
+    resumed: TrainingCheckpoint | None,
+    stop: StopRequest,
+    observer: Observer,
+    ranks: Ranks,
 ) -> tuple[Job, TrainerState]:
     """Return what the steps need, and what every checkpoint of the run says about it."""
     observer.preparing("reading the text")
@@ -139,7 +143,9 @@ def _prepare(
     else:
         observer.preparing("measuring the held-out loss")
         job = Job(config=config, rates=rates, model=model, data=data, ranks=ranks)
-        loss_before = held_out_loss(job)
+        measured = held_out_loss(job, stop)
+        assert measured is not None, "a signal raises during set-up"
+        loss_before = measured
     state = TrainerState(
         step=job.first_step,
         settings=settings(config, rates),
@@ -171,18 +177,20 @@ def _optimize(
             updater.load(resumed.optimizer)
         observer.started(plan)
         save = partial(_save, job, state, saves, updater)
-        with _metrics_file(config) as metrics, stop.after_current_step():
+        with stop.deferred():
             if resumed is None:
-                _write(metrics, config, {"step": 0, "held_out_loss": state.loss_before})
+                before = {"step": 0, "held_out_loss": state.loss_before}
+                _write(config, before | _on_rank(job, plan))
             for record in steps(job, updater, stop, save):
                 totals.add(record)
-                _write(metrics, config, asdict(record))
+                _write(config, asdict(record))
                 observer.stepped(record)
         state_bytes = updater.state_bytes()
-    loss_after = held_out_loss(job) if stop.signum is None else None
+    with stop.deferred():
+        loss_after = held_out_loss(job, stop)
     if loss_after is not None:
-        with _metrics_file(config) as metrics:
-            _write(metrics, config, {"step": config.steps, "held_out_loss": loss_after})
+        after = {"step": config.steps, "held_out_loss": loss_after}
+        _write(config, after | {"weights_xxh3": weights_digest(module)})
     return RunResult(
         plan=plan,
         totals=totals,
@@ -221,13 +229,21 @@ def _plan(updater: Updater, job: Job) -> RunPlan:
         rates=job.rates,
         first_step=job.first_step,
         num_params=sum(param.numel() for param in job.model.module.parameters()),
-        train_tokens=len(job.data.train),
-        held_out_tokens=len(job.data.held_out),
         num_windows=streamed.num_windows if streamed else 0,
         state_bytes=streamed.state_bytes if streamed else 0,
         resident_bytes=streamed.resident_bytes if streamed else 0,
         peak_host_bytes=streamed.peak_host_bytes if streamed else 0,
     )
+
+
+def _on_rank(job: Job, plan: RunPlan) -> dict[str, object]:
+    """Return what this rank keeps of the state, for its metrics."""
+    return {
+        "rank": job.ranks.rank,
+        "num_windows": plan.num_windows,
+        "state_bytes": plan.state_bytes,
+        "peak_host_bytes": plan.peak_host_bytes,
+    }
 
 
 def _check_metrics(config: TrainConfig) -> None:
@@ -239,13 +255,11 @@ def _check_metrics(config: TrainConfig) -> None:
         raise ConfigError(f"metrics file {path} {reason}; give a file in an existing directory")
 
 
-@contextmanager
-def _metrics_file(config: TrainConfig) -> Iterator[IO[str] | None]:
-    with open(config.metrics, "a", encoding="utf-8") if config.metrics else nullcontext() as file:
-        yield file
-
-
-def _write(metrics: IO[str] | None, config: TrainConfig, values: dict[str, object]) -> None:
-    if metrics is not None:
-        metrics.write(json.dumps({"optimizer": config.optimizer, **values}) + "\n")
-        metrics.flush()
+def _write(config: TrainConfig, values: dict[str, object]) -> None:
+    if config.metrics is None:
+        return
+    try:
+        with config.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"optimizer": config.optimizer, **values}) + "\n")
+    except OSError as error:
+        raise durable.failed("write metrics to", config.metrics, error) from error

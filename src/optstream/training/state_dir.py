@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from optstream.errors import ConfigError
+from optstream.store.checks import check_directory
 
 
 def check_state_directory(path: Path) -> None:
@@ -17,15 +18,18 @@ def check_state_directory(path: Path) -> None:
 
     Raises:
         ConfigError: a file, or without a parent.
+        StoreError: not on a drive, or cannot be written.
     """
+    parent = path.absolute().parent
     if path.exists():
         if not path.is_dir():
             raise ConfigError(f"state directory {path} is a file; give a directory on a drive")
-    elif not path.absolute().parent.is_dir():
+    elif not parent.is_dir():
         raise ConfigError(
-            f"state directory {path} cannot be made, {path.absolute().parent} is missing; "
+            f"state directory {path} cannot be made, {parent} is missing; "
             "make it, or give a directory on a drive"
         )
+    check_directory(path if path.exists() else parent, path)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: at once during set-up, after the current step during training.
+"""SIGINT and SIGTERM: at once during set-up, after the current step or batch later.
 
 set-up --signal--> Stopped
-steps  --signal--> requested --end of step--> leave the loop
+steps  --signal--> requested --end of step or batch--> leave the loop
                        `-----second signal--> Stopped
 Stopped --signal--> ignored: what was opened is being closed
 """
@@ -49,12 +49,16 @@ class StopRequest:
             self._previous = {s: signal.signal(s, self._receive) for s in _SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._stopped and error is not None and not isinstance(error, Stopped):
+            # somebody took the signal for an error of their own, as an import may
+            assert self.signum is not None
+            raise Stopped(self.signum) from error
 
     @contextmanager
-    def after_current_step(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Note the first signal instead of raising, until the block ends.
 
         Raises:
@@ -69,7 +73,7 @@ class StopRequest:
     def _receive(self, signum: int, _: FrameType | None) -> None:
         if self._stopped:
             return
-        if not self._deferred or self.signum is not None:
+        second, self.signum = self.signum is not None, signum
+        if second or not self._deferred:
             self._stopped = True
             raise Stopped(signum)
-        self.signum = signum

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from optstream.training.progress import optimizer, place
+from optstream.training.progress import describe_optimizer, describe_place
 from optstream.training.result import RunResult, Totals
 from optstream.training.spread import spread_table
 from optstream.units import format_bytes
@@ -49,8 +49,8 @@ def _rows(result: RunResult) -> dict[str, str]:
         steps += f", stopped by {signal.Signals(result.stopped_by).name}"
     return {
         "model": model,
-        "optimizer": optimizer(plan),
-        "optimizer state": place(plan),
+        "optimizer": describe_optimizer(plan),
+        "optimizer state": describe_place(plan),
         "steps": f"{steps}, {totals.total_s:.1f} s",
         "held-out loss": _held_out(result),
         "last training loss": f"{totals.last.loss:.4f}" if totals.last else "no step was done",
@@ -102,7 +102,7 @@ def _drive_rows(result: RunResult) -> dict[str, str]:
         "moved a step": (
             f"{format_bytes(totals.read_bytes / totals.num_steps)} read, "
             f"{format_bytes(totals.written_bytes / totals.num_steps)} written "
-            f"({moved / totals.optimizer_s / 1e9:.2f} GB/s in the optimizer)"
+            f"({moved / totals.total_s / 1e9:.2f} GB/s over all steps)"
         ),
     }
 

@@ -58,6 +58,15 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def weights_digest(module: torch.nn.Module) -> str:
+    """Return the xxh3 of all weights in memory: ranks whose weights are equal have the same."""
+    digest = xxhash.xxh3_64()
+    for tensor in _tensors(module).values():
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(data.numpy().data)
+    return digest.hexdigest()
+
+
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name, each tied one under its first name."""
     first: dict[int, str] = {}

@@ -4,6 +4,7 @@ What is rebound on the instance, and nothing else of Megatron's is changed:
 
     inner.step                            a streamed step, which also writes the model parameters
     _copy_main_params_to_model_params     nothing: the step has done it
+    get_parameters, ...                   see gradients.py, where gradients need a cast
     state_dict, sharded_state_dict, ...   Megatron's own, looking at tensors from files
     load_state_dict, ...                  Megatron's own, filling a scratch file that is then put
     offload_to_cpu, restore_from_cpu      nothing: there is nothing to move
@@ -29,6 +30,7 @@ from optstream.integrations.megatron.exhibit import (
     shown_states,
     unpacked,
 )
+from optstream.integrations.megatron.gradients import Gradients
 from optstream.integrations.megatron.held import held_by
 from optstream.integrations.megatron.inner import OverModelParams
 from optstream.plan import MASTER
@@ -73,7 +75,8 @@ class StreamedChild:
         self._scratch: States | None = None
         self._shown = False
         self._check_masters()
-        self._over = OverModelParams(self._inner, self._held, names)
+        gradients = Gradients(child, self._held)
+        self._over = OverModelParams(self._inner, self._held, names, gradients)
         self.streamed = optstream.offload(
             self._over.optimizer, directory, window=window, ram=ram, metrics=metrics
         )

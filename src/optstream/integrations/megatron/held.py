@@ -36,6 +36,17 @@ class Held:
     def has_master(self) -> bool:
         return self.tensor is not self.param
 
+    @property
+    def reduces_narrow(self) -> bool:
+        """Whether DDP reduces its gradient in less than float32."""
+        reduced = getattr(self.param, "main_grad", None)
+        return reduced is not None and reduced.dtype != torch.float32
+
+    def reduced(self) -> Tensor:
+        """Return the gradient in DDP's buffer, of this rank's part."""
+        gradient: Tensor = self.param.main_grad  # type: ignore[attr-defined]
+        return gradient if self.part is None else gradient.view(-1)[self.part]
+
     def release(self) -> None:
         """Free a master's storage; the object stays, for its `.grad`, and reads as NaN."""
         if self.has_master:

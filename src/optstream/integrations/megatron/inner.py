@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.integrations.megatron.gradients import Gradients
 from optstream.integrations.megatron.held import Groups
 from optstream.layout import hyperparameters
+from optstream.params import ScaledGradient
 
 _ELEMENTWISE = ("FusedAdam", "Lion")
 """Rules of Transformer Engine, Apex and emerging-optimizers that flat slices may be given to."""
@@ -33,17 +35,21 @@ class OverModelParams:
         optimizer: to be wrapped by `offload`.
     """
 
-    def __init__(self, inner: Optimizer, held: Groups, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, inner: Optimizer, held: Groups, names: Mapping[int, str], gradients: Gradients
+    ) -> None:
         """Make it.
 
         Args:
             inner: what Megatron steps.
             held: in its groups.
             names: of model parameters by `id`; one without is named by its position.
+            gradients: of what is held.
         """
         self._inner = inner
         self._held = held
-        self._gradients: dict[int, Tensor] = {}
+        self._gradients = gradients
+        self._today: dict[int, Tensor | ScaledGradient] = {}
         # copy.copy goes through torch's __getstate__, which keeps only groups, state and defaults
         self.optimizer = copy.copy(inner)
         own = vars(self.optimizer)
@@ -60,7 +66,7 @@ class OverModelParams:
                 }
                 for g, group in enumerate(held)
             ],
-            gradient_of=lambda target: self._gradients.get(id(target)),
+            gradient_of=lambda target: self._today.get(id(target)),
         )
         kinds = {kind.__name__ for kind in type(inner).__mro__}
         if not kinds.isdisjoint((*_ELEMENTWISE, *_WHOLE)):
@@ -72,7 +78,7 @@ class OverModelParams:
 
     def pull(self) -> None:
         """Take today's hyperparameters, parameters and gradients."""
-        self._gradients.clear()
+        self._today.clear()
         groups = self.optimizer.param_groups
         for own, public, held in zip(groups, self._inner.param_groups, self._held, strict=True):
             kept = {key: own[key] for key in ("params", "param_names")}
@@ -80,8 +86,9 @@ class OverModelParams:
             own.update(hyperparameters(public), **kept)
             for target, one in zip(own["params"], held, strict=True):
                 one.follow(target)
-                if one.tensor.grad is not None:
-                    self._gradients[id(target)] = one.tensor.grad
+                gradient = self._gradients.of(one)
+                if gradient is not None:
+                    self._today[id(target)] = gradient
 
     def push(self) -> None:
         """Give back what a step changed in the groups (a counter)."""

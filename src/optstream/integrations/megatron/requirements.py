@@ -87,8 +87,8 @@ _ALL = (
     ),
     Requirement(
         lambda args: getattr(args, "stream_optimizer_state_moment_dtype", "fp32") == "fp32",
-        "--stream-optimizer-state-moment-dtype: moments are stored as fp32 in this version; leave "
-        "it at fp32",
+        "--stream-optimizer-state-moment-dtype: state in fewer bytes cannot be put in checkpoints "
+        "in this version; leave it at fp32",
     ),
     Requirement(
         lambda args: getattr(args, "offload_train_disk_chunk_mb", 256) >= 1,

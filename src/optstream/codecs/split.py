@@ -1,0 +1,133 @@
+"""split: what a bfloat16 parameter does not hold of its float32 master.
+
+A parameter p is its master m, rounded to the nearest, ties to even. With both as bit patterns,
+
+    m = (p << 16) + d,      d in [-0x8000, 0x8000]
+
+holds for every m that is not NaN: also for -0, for subnormals, and where m rounds up to infinity.
+Those are 65537 differences (d = -0x8000: a tie that was rounded up, +0x8000: one that was rounded
+down; p is even for both), one more than 16 bits can tell apart. A block has fewer values than there
+are codes, so in a block with ties that were rounded down some code stands for no value: the block's
+`escape`, which stands for them.
+
+NaN stays NaN, with the parameter's sign and upper payload.
+
+Checked for every d and every kind of p by tests/coding/test_split.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from optstream.codecs.base import Codec, Part, Place, rows
+
+BLOCK = 4096
+TIE = 0x8000
+NO_ESCAPE = 0x10000
+"""No code, so that it equals none."""
+
+
+class Split(Codec):
+    """Differences (16 bits), and per block an escape and a digest of the parameter's bits.
+
+    The digest tells a parameter that something else has written since: the masters of such a block
+    are the parameter, widened.
+    """
+
+    name = "split"
+    parts = (Part(torch.int16), Part(torch.int32, BLOCK), Part(torch.int32, BLOCK))
+    block = BLOCK
+
+    def encode(
+        self, values: Tensor, parts: Sequence[Tensor], place: Place, work: Sequence[Tensor]
+    ) -> None:
+        codes, escapes, digests = parts
+        rounded = values.to(torch.bfloat16) if place.rounded is None else place.rounded
+        wide, difference = work[0], work[1].view(torch.int32)
+        wide.copy_(rounded)
+        torch.sub(values.view(torch.int32), wide.view(torch.int32), out=difference)
+        codes.copy_(difference)
+        escapes.fill_(NO_ESCAPE)
+        digests.copy_(digest(rounded, work[0]))
+        tied = rows(difference, BLOCK).amax(1) >= TIE
+        if bool(tied.any()):
+            _escape_ties(rows(difference, BLOCK), rows(codes, BLOCK), escapes, tied)
+
+    def decode(
+        self, parts: Sequence[Tensor], values: Tensor, place: Place, work: Sequence[Tensor]
+    ) -> Tensor | None:
+        codes, escapes, digests = parts
+        rounded = place.rounded
+        assert rounded is not None
+        changed = digests != digest(rounded, work[0])
+        values.copy_(rounded)
+        any_changed = changed.any()
+        if bool(any_changed):
+            codes = rows(codes, BLOCK).masked_fill(changed[:, None], 0).view(-1)
+        values.view(torch.int32).add_(codes)
+        escaped = (escapes != NO_ESCAPE) & ~changed
+        if bool(escaped.any()):
+            _restore_ties(
+                rows(values.view(torch.int32), BLOCK), rows(codes, BLOCK), escapes, escaped
+            )
+        return any_changed
+
+
+def digest(rounded: Tensor, work: Tensor) -> Tensor:
+    """Return a digest (int32) of each block of a bfloat16 parameter.
+
+    sum of w[i] (p[2i] + 2^16 p[2i+1]) mod 2^32 over the block's bit patterns p, with fixed odd
+    weights w; any single change shows, others but for one in 2^32.
+
+    Args:
+        work: float32, at least as long.
+    """
+    pairs = -(-rounded.numel() // 2)
+    if rounded.numel() % 2 or rounded.storage_offset() % 2:
+        # a parameter that is a view may start anywhere
+        padded = rounded.new_zeros(2 * pairs, dtype=torch.int16)
+        padded[: rounded.numel()].copy_(rounded.view(torch.int16))
+        words = padded.view(torch.int32)
+    else:
+        words = rounded.view(torch.int32)
+    table = rows(words, BLOCK // 2)
+    product = work.view(torch.int32)[:pairs].view(table.shape)
+    torch.mul(table, _weights(words.device)[: table.shape[1]], out=product)
+    return product.sum(1, dtype=torch.int32)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(8)
+    drawn = torch.randint(-(2**31), 2**31, (BLOCK // 2,), generator=generator)
+    return (drawn.to(torch.int32) | 1).to(device)
+
+
+def _escape_ties(difference: Tensor, codes: Tensor, escapes: Tensor, tied: Tensor) -> None:
+    """Give each tied block a code that none of its values has, and its ties that code."""
+    # blocks with ties are few, and views of one are faster than indices
+    for block in tied.nonzero().view(-1).tolist():
+        free = _free_code(codes[block])
+        escapes[block] = free
+        codes[block].masked_fill_(difference[block] == TIE, free)
+
+
+def _free_code(codes: Tensor) -> int:
+    """Return a code above 0 that does not occur; ties of both kinds are -0x8000 here."""
+    if not bool((codes == 1).any()):
+        return 1
+    taken = torch.zeros(codes.numel() + 2, dtype=torch.bool, device=codes.device)
+    positive = codes[(codes > 0) & (codes < len(taken))]
+    taken[positive.long()] = True
+    taken[0] = True
+    return int(taken.logical_not_().nonzero()[0])
+
+
+def _restore_ties(bits: Tensor, codes: Tensor, escapes: Tensor, escaped: Tensor) -> None:
+    for block in escaped.nonzero().view(-1).tolist():
+        free = int(escapes[block])
+        bits[block].add_(codes[block] == free, alpha=TIE - free)

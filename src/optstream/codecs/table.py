@@ -1,0 +1,15 @@
+"""All codecs by name."""
+
+from __future__ import annotations
+
+from optstream.codecs.base import Codec
+from optstream.codecs.bf16 import Bf16, StochasticBf16
+from optstream.codecs.int8 import PositiveInt8, SignedInt8
+from optstream.codecs.split import Split
+
+EXACT = "exact"
+"""The values themselves: no codec at all, and no copy."""
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Split(), Bf16(), StochasticBf16(), SignedInt8(), PositiveInt8())
+}

@@ -1,0 +1,295 @@
+"""Tiles: what of a window goes to the optimizer at once, with its gradient and its state.
+
+State that is stored as it is stays in the window's buffer and is updated there. Encoded state is
+decoded into scratch, tile by tile, and encoded back when its tile is through.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optstream.codecs import Place, salt
+from optstream.params import Bound
+from optstream.plan import MASTER, Extent, ParamSpec, Piece, Plan, Temporaries, Window
+from optstream.update.decoding import Decoded, Scratch, encoded_extent, in_memory_order, tile_views
+from optstream.update.master import follow_parameter
+from optstream.update.record import Record, working_copy
+from optstream.update.views import GradientScratch, extent_view, part_of
+
+TRIM_BYTES = 4 * 2**20
+"""Of parameters updated by rules with temporaries, after which freed memory is given back."""
+
+
+@dataclass(eq=False)
+class Tile:
+    """A tile of a piece (`start`: in the flat parameter), ready for the optimizer.
+
+    Attributes:
+        target: of the parameter.
+        state: what the optimizer gets.
+        views: where it is to be afterwards, by key.
+        decoded: of those, what is encoded in the window.
+        makes_state: the optimizer has none for it yet and makes it.
+    """
+
+    spec: ParamSpec
+    param: int
+    start: int
+    target: Tensor
+    proxy: nn.Parameter
+    state: dict[str, Any]
+    views: dict[str, Tensor]
+    decoded: dict[str, Decoded]
+    makes_state: bool
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A piece of a parameter, its gradient, and the parameter's own attributes."""
+
+    target: Tensor
+    grad: Tensor
+    factor: Tensor | None
+    attributes: Mapping[str, Any]
+
+
+@dataclass
+class Tiles:
+    """Makes the tiles of windows.
+
+    Attributes:
+        records: by index in the plan: what each parameter keeps.
+        seed, step: random rounding depends on them; `step` is the number of the current one.
+        changed: (name, 0-dim bool) of masters held against their parameters: whether those were
+            written by something else.
+    """
+
+    records: defaultdict[int, Record]
+    seed: int
+    step: int = 0
+    changed: list[tuple[str, Tensor]] = field(default_factory=list)
+    _gradients: GradientScratch = field(default_factory=GradientScratch)
+    _scratch: dict[torch.device, Scratch] = field(default_factory=dict)
+
+    def runs(
+        self, plan: Plan, window: Window, buffer: Tensor, bound: Mapping[int, Bound]
+    ) -> Iterator[list[Tile]]:
+        """Yield what one call of the optimizer updates, ready to be updated.
+
+        Ordering: a run is through, `store` included, before the next is asked for.
+        """
+        plain: list[Piece] = []
+        encoded: list[Piece] = []
+        for piece in window.pieces:
+            if piece.param in bound:
+                kind = encoded if plan.params[piece.param].is_encoded else plain
+                kind.append(piece)
+        gradients = self._gradients.spaces(plan, window, bound)
+        tiles = [
+            tile
+            for piece in plain
+            for tile in self._plain(
+                plan.params[piece.param], piece, buffer, bound[piece.param], gradients
+            )
+        ]
+        # new state is made by the optimizer itself: one piece at a time keeps that within the bound
+        yield from ([tile] for tile in tiles if tile.makes_state)
+        yield from _batches([tile for tile in tiles if not tile.makes_state])
+        if encoded:
+            yield from self._encoded(plan, encoded, buffer, bound)
+
+    def store(self, tile: Tile, keys: Iterable[str]) -> None:
+        """Encode what is now in the views of these keys; the parameter was written before."""
+        for key in keys:
+            if key in tile.decoded:
+                decoded = tile.decoded[key]
+                scratch = self._scratch[decoded.values.device]
+                place = self._place(tile.spec, key, tile.target, tile.views[key])
+                scratch.encode(decoded, place)
+
+    def put(self, plan: Plan, piece: Piece, extent: Extent, values: Tensor, buffer: Tensor) -> None:
+        """Encode given values of a piece into a window's data.
+
+        Args:
+            values: of the extent's shape, on any device, of any dtype that widens to float32.
+        """
+        spec = plan.params[piece.param]
+        encoded = encoded_extent(buffer, extent, piece.start)
+        for start in _starts(piece, spec):
+            stop = min(start + spec.max_tile, piece.numel)
+            part = encoded if piece.whole else encoded.part(start, stop)
+            scratch = self.scratch(buffer.device, plan.scratch_bytes)
+            flat = scratch.take(part.numel)
+            if piece.whole:
+                flat.as_strided(extent.shape, extent.stride).copy_(values)
+            else:
+                flat.copy_(values[start:stop])
+            # a master goes with the parameter that it rounds to; the next step compares
+            place = Place(salt=salt(self.seed, self.step, f"{spec.name}/{extent.key}"))
+            scratch.coder.encode(flat, part, place)
+
+    def scratch(self, device: torch.device, num_bytes: int) -> Scratch:
+        """Return the scratch for encoded state on a device, empty."""
+        scratch = self._scratch.get(device)
+        if scratch is None or scratch.num_bytes < num_bytes:
+            scratch = self._scratch[device] = Scratch(device, num_bytes)
+        scratch.clear()
+        return scratch
+
+    def _plain(
+        self,
+        spec: ParamSpec,
+        piece: Piece,
+        buffer: Tensor,
+        bound: Bound,
+        gradients: Iterator[Tensor],
+    ) -> Iterator[Tile]:
+        views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
+        target = part_of(bound.param.detach(), piece)
+        grad = part_of(bound.grad.detach(), piece)
+        if spec.has_master:
+            self._load_master(spec, self.records[piece.param], views[MASTER], target)
+            wide = next(gradients)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
+            grad = _widened(wide, grad, bound.factor)
+        attributes = vars(bound.param)
+        if piece.numel <= spec.max_tile:
+            yield self._tile(spec, piece, 0, target, grad, views, attributes)
+            return
+        for start in range(0, piece.numel, spec.max_tile):
+            part = slice(start, start + spec.max_tile)
+            of_tile = {key: view[part] for key, view in views.items()}
+            yield self._tile(spec, piece, start, target[part], grad[part], of_tile, attributes)
+
+    def _encoded(
+        self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
+    ) -> Iterator[list[Tile]]:
+        """Yield tiles, decoded, as many at once as the scratch has room for."""
+        scratch = self.scratch(buffer.device, plan.scratch_bytes)
+        run: list[Tile] = []
+        for piece in pieces:
+            spec, here = plan.params[piece.param], bound[piece.param]
+            whole = _Gradient(
+                part_of(here.param.detach(), piece),
+                part_of(here.grad.detach(), piece),
+                here.factor,
+                vars(here.param),
+            )
+            alone = spec.temporaries is Temporaries.BATCHED or self._makes_state(spec, piece.param)
+            for start in _starts(piece, spec):
+                stop = min(start + spec.max_tile, piece.numel)
+                if run and (alone or not scratch.fits(spec.scratch_bytes(stop - start))):
+                    yield from _batches(run)
+                    run = []
+                if not run:
+                    scratch.clear()
+                run.append(self._decode(spec, piece, start, stop, buffer, whole, scratch))
+                if alone:
+                    yield run
+                    run = []
+        yield from _batches(run)
+
+    def _decode(
+        self,
+        spec: ParamSpec,
+        piece: Piece,
+        start: int,
+        stop: int,
+        buffer: Tensor,
+        whole: _Gradient,
+        scratch: Scratch,
+    ) -> Tile:
+        """Return one tile (elements of the piece) with its state in the scratch."""
+        target, grad = whole.target, whole.grad
+        if not piece.whole:
+            target, grad = target[start:stop], grad[start:stop]
+        views, decoded = tile_views(buffer, piece, start, stop, scratch)
+        stored = self.records[piece.param].stored
+        if spec.has_master:
+            if MASTER in decoded and MASTER in stored:
+                place = self._place(spec, MASTER, target, views[MASTER])
+                self._note(spec, scratch.decode(decoded[MASTER], place))
+            else:
+                self._load_master(spec, self.records[piece.param], views[MASTER], target)
+            wide = scratch.take(stop - start).as_strided(target.shape, views[MASTER].stride())
+            grad = _widened(wide, grad, whole.factor)
+        for key in decoded.keys() & stored - {MASTER}:
+            scratch.decode(decoded[key], Place())
+        return self._tile(spec, piece, start, target, grad, views, whole.attributes, decoded)
+
+    def _tile(
+        self,
+        spec: ParamSpec,
+        piece: Piece,
+        start: int,
+        target: Tensor,
+        grad: Tensor,
+        views: dict[str, Tensor],
+        attributes: Mapping[str, Any],
+        decoded: dict[str, Decoded] | None = None,
+    ) -> Tile:
+        record = self.records[piece.param]
+        proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
+        vars(proxy).update(attributes)  # rules ask parameters what they are (tensor parallel, QKV)
+        proxy.grad = grad
+        state = working_copy(record.kept)
+        state.update(record.unplanned.get(piece.start + start, {}))
+        state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
+        makes_state = self._makes_state(spec, piece.param)
+        start += piece.start
+        return Tile(
+            spec, piece.param, start, target, proxy, state, views, decoded or {}, makes_state
+        )
+
+    def _makes_state(self, spec: ParamSpec, param: int) -> bool:
+        return any(state.key != MASTER for state in spec.states) and not (
+            self.records[param].stored - {MASTER}
+        )
+
+    def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
+        if MASTER not in record.stored:
+            master.copy_(param)
+        else:
+            self._note(spec, follow_parameter(master, param))
+
+    def _note(self, spec: ParamSpec, changed: Tensor | None) -> None:
+        if changed is not None and (not changed.is_cpu or bool(changed)):
+            self.changed.append((spec.name, changed))
+
+    def _place(self, spec: ParamSpec, key: str, param: Tensor, view: Tensor) -> Place:
+        if key == MASTER:
+            return Place(in_memory_order(param, view.stride()))
+        return Place(salt=salt(self.seed, self.step, f"{spec.name}/{key}"))
+
+
+def _widened(wide: Tensor, grad: Tensor, factor: Tensor | None) -> Tensor:
+    """Cast a gradient into float32 space, and multiply it there."""
+    wide.copy_(grad)
+    return wide if factor is None else wide.mul_(factor)
+
+
+def _starts(piece: Piece, spec: ParamSpec) -> range:
+    """Return where the tiles of an encoded piece start; one that is empty has one."""
+    return range(0, max(1, piece.numel), max(1, spec.max_tile))
+
+
+def _batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+    """Yield what one call of the optimizer updates: all, or TRIM_BYTES of rules that go one by one.
+
+    Ordering: kept; a rule that batches keeps its batch, where it is fast.
+    """
+    run: list[Tile] = []
+    run_bytes = 0
+    for tile in tiles:
+        run.append(tile)
+        run_bytes += tile.proxy.nbytes if tile.spec.temporaries is Temporaries.ONE else 0
+        if run_bytes >= TRIM_BYTES:
+            yield run
+            run, run_bytes = [], 0
+    if run:
+        yield run
