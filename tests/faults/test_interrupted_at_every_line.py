@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import nn
 
 import optstream
 
-PACKAGE = os.path.dirname(optstream.__file__)
+PACKAGE = str(Path(optstream.__file__).parent)
 
 
 class Interrupt:

@@ -99,6 +99,10 @@ class Kept:
     def __init__(self) -> None:
         self._keeper = Keeper()
 
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child."""
+        self._keeper.check_process()
+
 
 def by_keeper(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Make a method run on its object's keeper."""
