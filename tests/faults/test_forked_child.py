@@ -26,9 +26,7 @@ USES = {
 
 @pytest.mark.parametrize("store", ["direct", "mapped", "memory"])
 @pytest.mark.parametrize("use", USES)
-def test_a_use_in_a_child_is_refused(
-    use: str, store: str, directory: Path, tmp_path: Path
-) -> None:
+def test_a_use_in_a_child_is_refused(use: str, store: str, directory: Path, tmp_path: Path) -> None:
     param = nn.Parameter(torch.ones(1000))
     param.grad = torch.ones(1000)
     inner = torch.optim.AdamW([param])
