@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.checkpoint.conversion import check_weights, report_conversions
 from optstream.checkpoint.directory import open_checkpoint, verify
 from optstream.checkpoint.match import check_class, check_groups, compare, fitting
 from optstream.checkpoint.snapshot import Snapshot
@@ -44,16 +46,31 @@ class Loader:
         snapshot = open_checkpoint(path)
         manifest, source = snapshot.manifest, f"checkpoint {path}"
         check_class(source, manifest.optimizer, self._optimizer, strict)
-        states = {name: snapshot.state(name) for name in manifest.params}
+        outlines = {name: snapshot.outline(name) for name in manifest.params}
         shapes = {name: param.shape for name, param in manifest.params.items()}
-        given = self.check(source, manifest.groups, states, strict, shapes)
+        given = self.check(source, manifest.groups, outlines, strict, shapes)
+        weights = self._split_weights(given)
+        check_weights(source, snapshot, weights, strict)
         if check:
             verify(snapshot)
-        if given.keys() != states.keys() or not self._adopt(source, snapshot):
+        if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
             if not check:
                 verify(snapshot)
-            self.put(source, manifest.groups, given)
+            report_conversions(source, manifest, self._state.plan.params)
+            folder = self._state.store.folder
+            states = {name: snapshot.state(name, weights.get(name), folder) for name in given}
+            self.put(source, manifest.groups, states)
         return manifest.step
+
+    def _split_weights(self, given: States) -> dict[str, Tensor]:
+        """Return, by name, the parameters that split masters may belong to."""
+        specs = enumerate(self._state.plan.params)
+        param = self._state.roster.param
+        return {
+            spec.name: param(index)
+            for index, spec in specs
+            if spec.name in given and spec.dtype == torch.bfloat16
+        }
 
     def check(
         self, source: str, groups: Groups, states: States, strict: bool, shapes: Shapes = _NONE

@@ -35,14 +35,16 @@ class Saver:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
         """
         self.background.wait()
-        target = path.absolute()
-        check_target(target)
-        check_space(target, self.freezer.bytes_off(existing_parent(target)))
+        check_target(path)
+        check_space(path, self.freezer.bytes_off(existing_parent(path)))
         snapshot = self.freezer.snapshot(step)
-        self.background.start(partial(publish, snapshot, target))
+        self.background.start(partial(publish, snapshot, path))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""
         snapshot, roster = self.freezer.snapshot(step), self._state.roster
-        specs = enumerate(self._state.plan.params)
-        return {roster.param(index): snapshot.state(spec.name) for index, spec in specs}
+        folder = self._state.store.folder
+        planned = [
+            (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
+        ]
+        return {param: snapshot.state(spec.name, param, folder) for param, spec in planned}

@@ -8,6 +8,7 @@ once for different byte ranges; a store starts no thread.
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -132,6 +133,11 @@ class Store(ABC):
     cached: bool = False
     """True: the state is updated where `view` shows it, in pages of a file, which the kernel may
     write back and reclaim; `prepare_write` and `bring_in` come before, `write_back` behind."""
+
+    @property
+    def folder(self) -> Path:
+        """Where other files beside the state may be made for a while."""
+        return Path(tempfile.gettempdir())
 
     @abstractmethod
     def reserve(self, files: Sequence[WindowFile]) -> None:

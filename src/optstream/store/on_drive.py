@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from optstream.errors import ClosedError, OutOfSpaceError, WindowWriteError
 from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
@@ -145,6 +146,10 @@ class OnDrive(Store):
             else:
                 self._held.spares[window] = own
         return True
+
+    @property
+    def folder(self) -> Path:
+        return self._drives[0].directory
 
     @property
     def num_drives(self) -> int:

@@ -20,8 +20,8 @@ from optstream.training.tokens import TokenData
 
 FORMAT = "optstream train"
 VERSION = 1
-_FREE = ("steps", "text")
-"""Settings that a resumed run may change: the schedule's length, and where the text is."""
+_FREE = ("steps", "text", "codec")
+"""What a resumed run may change: the schedule's length, where the text is, how state is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,7 @@ def settings(config: TrainConfig, rates: Rates) -> dict[str, Any]:
         "eval_tokens": config.eval_tokens,
         "dtype": config.dtype,
         "seed": config.seed,
+        "codec": config.codec,
     }
 
 
