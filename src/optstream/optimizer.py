@@ -270,6 +270,7 @@ class StreamedOptimizer(Optimizer):
         self.close()
 
     def _check_open(self) -> None:
+        self._state.stream.check_process()
         if not self._finalizer.alive:
             raise ClosedError(
                 "this optimizer is closed and its files are gone; wrap one again with offload()"
