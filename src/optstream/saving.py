@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optstream.checkpoint.directory import check_space, check_target, existing_parent, publish
+from optstream.errors import OutOfSpaceError
 from optstream.freezing import Freezer
 from optstream.state import StreamedState
 from optstream.stream.background import Background
@@ -36,9 +37,18 @@ class Saver:
         """
         self.background.wait()
         check_target(path)
-        check_space(path, self.freezer.bytes_off(existing_parent(path)))
-        snapshot = self.freezer.snapshot(step)
-        self.background.start(partial(publish, snapshot, path))
+        copied_bytes = self.freezer.bytes_off(existing_parent(path))
+        check_space(path, copied_bytes)
+        try:
+            snapshot = self.freezer.snapshot(step)
+        except OutOfSpaceError:
+            if copied_bytes < self.freezer.file_bytes:
+                raise
+            # all is copied: the drive of the state needs no room if that ends before the next step
+            self.background.start(partial(publish, self.freezer.snapshot(step, room=False), path))
+            self.background.wait()
+        else:
+            self.background.start(partial(publish, snapshot, path))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""

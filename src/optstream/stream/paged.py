@@ -73,10 +73,10 @@ class PagedStream:
             wait()
         self._pages.start(self._plan, paged[::-1], self._transfers.stored)
 
-    def freeze(self) -> dict[int, FrozenFile]:
+    def freeze(self, *, room: bool = True) -> dict[int, FrozenFile]:
         self._pages.write_back()
         refused = {**self._pages.errors, **self._resident.save()}
-        return freeze(self._store, self._transfers.stored, refused, self._data)
+        return freeze(self._store, self._transfers.stored, refused, self._data, room=room)
 
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         self._pages.settle()

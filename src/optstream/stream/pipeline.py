@@ -98,7 +98,7 @@ class Stream:
             raise
         self._look_ahead(streamed[::-1])
 
-    def freeze(self) -> dict[int, FrozenFile]:
+    def freeze(self, *, room: bool = True) -> dict[int, FrozenFile]:
         """Make every window's bytes on the drive immutable and return them; none is under way.
 
         Resident windows that changed are written first. What could not be written is frozen from
@@ -112,7 +112,7 @@ class Stream:
         with contextlib.suppress(WindowIOError):
             self.drain()
         refused = {**self._write_errors, **self._resident.save()}
-        return freeze(self._store, self._transfers.stored, refused, self._data)
+        return freeze(self._store, self._transfers.stored, refused, self._data, room=room)
 
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         """Return a copy of some of a window's bytes, as they are now."""
