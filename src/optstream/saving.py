@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optstream.checkpoint.directory import check_space, check_target, existing_parent, publish
+from optstream.checkpoint.directory import check_space, check_target, existing_parent
+from optstream.checkpoint.merge import merged
+from optstream.checkpoint.publish import publish
+from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import OutOfSpaceError
 from optstream.freezing import Freezer
 from optstream.state import StreamedState
@@ -17,7 +20,7 @@ from optstream.stream.background import Background
 
 
 class Saver:
-    """Makes checkpoints, one at a time.
+    """Makes checkpoints, one at a time; all ranks together.
 
     Attributes:
         background: the save that is under way, if any.
@@ -36,19 +39,30 @@ class Saver:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
         """
         self.background.wait()
-        check_target(path)
-        copied_bytes = self.freezer.bytes_off(existing_parent(path))
-        check_space(path, copied_bytes)
-        try:
-            snapshot = self.freezer.snapshot(step)
-        except OutOfSpaceError:
-            if copied_bytes < self.freezer.file_bytes:
-                raise
-            # all is copied: the drive of the state needs no room if that ends before the next step
-            self.background.start(partial(publish, self.freezer.snapshot(step, room=False), path))
+        ranks, room = self._state.ranks, True
+        with ranks.together():
+            check_target(path)
+            away_bytes = ranks.gather(self.freezer.bytes_off(existing_parent(path)))
+            check_space(path, sum(away_bytes))
+            try:
+                snapshot = self.freezer.snapshot(step)
+            except OutOfSpaceError:
+                if ranks.size > 1 or sum(away_bytes) < self.freezer.file_bytes:
+                    raise
+                # all is copied: no room is needed if that ends before the next step
+                snapshot, room = self.freezer.snapshot(step, room=False), False
+        self._publish(snapshot, path)
+        if not room:
+            del snapshot
             self.background.wait()
-        else:
-            self.background.start(partial(publish, snapshot, path))
+
+    def _publish(self, snapshot: Snapshot, path: Path) -> None:
+        ranks = self._state.ranks
+        manifest = merged(ranks.gather(snapshot.manifest))
+        mine = manifest.windows_of(ranks.rank)
+        files = {mine[window]: file for window, file in snapshot.files.items()}
+        whole = Snapshot(manifest, files, directory=None)
+        self.background.start(partial(publish, whole, path, ranks.beside()))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""

@@ -11,6 +11,7 @@ import pytest
 from cli.saved import FAST
 from cli.test_signals import end, start_child, wait_for_step
 from optstream import durable
+from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError, OutOfSpaceError
 from optstream.training.checkpoint import (
     Saves,
@@ -127,7 +128,7 @@ def test_a_directory_that_cannot_be_made_is_refused(command, place, text, below)
 
 def test_missing_parents_are_made_and_go_with_a_run_that_saves_nothing(tmp_path):
     path = tmp_path / "a" / "b" / "s"
-    with open_saves(path, None):
+    with open_saves(path, None, Ranks(None)):
         for made in (path, *path.parents[:2]):
             assert made.stat().st_mode & 0o777 == 0o700
     assert names(tmp_path) == []
@@ -142,10 +143,10 @@ def test_something_else_where_a_checkpoint_is_to_be(tmp_path):
 
 
 def test_two_runs_do_not_save_in_one_directory(tmp_path):
-    with open_saves(tmp_path / "s", None):
+    with open_saves(tmp_path / "s", None, Ranks(None)):
         with (
             pytest.raises(ConfigError, match="another run saves"),
-            open_saves(tmp_path / "s", None),
+            open_saves(tmp_path / "s", None, Ranks(None)),
         ):
             pass
         assert (tmp_path / "s").is_dir()
@@ -154,8 +155,8 @@ def test_two_runs_do_not_save_in_one_directory(tmp_path):
 
 def test_checkpoints_that_will_not_fit_are_refused_before_the_first_step(command, place, text):
     with pytest.raises(OutOfSpaceError, match=r"3 checkpoints of 1.0 PiB|3 checkpoints of 1024"):
-        Saves(place, keep=2).check_room(10, 2**50)
-    Saves(place, keep=2).check_room(10, 1)
+        Saves(place, 2, Ranks(None)).check_room(10, 2**50)
+    Saves(place, 2, Ranks(None)).check_room(10, 1)
 
 
 def test_a_signal_saves_what_was_done(command, place, text):
