@@ -118,6 +118,8 @@ def _check_independence(optimizer: Optimizer) -> None:
         with torch.random.fork_rng(devices=[]):
             together = _trial(optimizer, _small_groups(optimizer), apart=False)
             apart = _trial(optimizer, _small_groups(optimizer), apart=True)
+    except UnsupportedOptimizerError:
+        raise
     except Exception as error:
         log.warning(
             "cannot try %s on small parameters (%r), so it is not known whether one parameter's "
@@ -164,6 +166,8 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]], *, apart: bool) -
     else:
         calls = [groups]
     shells = [Shell(optimizer, call) for call in calls]
+    for shell in shells:
+        vars(shell.optimizer).update(_containers(optimizer))
     generator = torch.Generator().manual_seed(1)
     # a steady direction: a rule that adapts its step size to the progress made begins to do so
     directions = [_random(param.shape, generator) for param in params]
@@ -174,4 +178,26 @@ def _trial(optimizer: Optimizer, groups: list[dict[str, Any]], *, apart: bool) -
         with torch.no_grad():
             for shell in shells:
                 shell.step()
+    for shell in shells:
+        _check_containers(optimizer, shell.optimizer)
     return [param.detach().view(torch.int64) for param in params]
+
+
+def _containers(optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of what a rule of its own may keep things in, beside torch's `state`."""
+    torchs = ("defaults", "param_groups", "state")
+    return {
+        name: copy.copy(value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, dict | list | set) and name not in torchs and "_hooks" not in name
+    }
+
+
+def _check_containers(optimizer: Optimizer, stepped: Optimizer) -> None:
+    for name, value in _containers(optimizer).items():
+        if len(getattr(stepped, name)) != len(value):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} cannot be offloaded: its step keeps something in its "
+                f"own attribute {name!r}, which streaming does not see; keep what belongs to a "
+                "parameter in self.state[parameter], or use it without offload"
+            )

@@ -69,7 +69,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ram": "much"}, "ram='much' is not a size"),
     ({"store": "nvme"}, "store='nvme' is unknown"),
     ({"store": None}, "store=None is unknown"),
-    ({"process_group": object()}, "process_group"),
+    ({"process_group": "everybody"}, "process_group"),
     ({"metrics": "/nonexistent/metrics.jsonl"}, "cannot write metrics to /nonexistent"),
 ]
 
@@ -123,3 +123,27 @@ class Coupled(Optimizer):
 def test_an_optimizer_with_a_global_norm(tmp_path: Path) -> None:
     with pytest.raises(optstream.OffloadError, match=r"depends on other parameters .*global norm"):
         optstream.offload(Coupled(params()), tmp_path)
+
+
+class OwnAttribute(torch.optim.Optimizer):
+    """Momentum in an attribute of its own, by parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.momentum: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    kept = self.momentum.setdefault(param, torch.zeros_like(param))
+                    param.sub_(kept.mul_(0.9).add_(param.grad), alpha=group["lr"])
+
+
+def test_state_in_an_attribute_of_its_own(tmp_path: Path) -> None:
+    optimizer = OwnAttribute([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(optstream.OffloadError, match=r"own attribute 'momentum'.*self\.state"):
+        optstream.offload(optimizer, tmp_path)
+    assert optimizer.momentum == {}
+    assert list(tmp_path.iterdir()) == []
