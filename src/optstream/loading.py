@@ -65,6 +65,7 @@ class Loader:
         names = self._state.roster.group_names()
         check_groups(source, groups, names)
         self._state.extend({name for name, state in states.items() if state})
+        self._state.roster.check_whole(source)
         known = [name for group in names for name in group]
         compare(self._state.plan.params, states, known).settle(source, strict)
 
