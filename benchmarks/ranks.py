@@ -15,6 +15,7 @@ Ranks are processes on this machine, with gloo; each figure is of the medians of
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import tempfile
 import time
@@ -85,6 +86,7 @@ def measure_io(args: argparse.Namespace, params: list[torch.nn.Parameter]) -> fl
 
 def run_rank(rank: int, size: int, meeting: str, args: argparse.Namespace, results: object) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("optstream").setLevel(logging.ERROR)  # of ranks that share nothing, meant so
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     params = make_params(parse_bytes(args.state) // STATE_BYTES_PER_PARAM[args.optimizer], 32)
     io_s = measure_io(args, params[rank::size])

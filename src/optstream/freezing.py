@@ -45,12 +45,6 @@ class Freezer:
                 f"a step failed after {state.num_updated} windows; call step() again with the same "
                 "gradients to finish it, or load a checkpoint"
             )
-        encoded = [spec.name for spec in state.plan.params if spec.is_encoded]
-        if encoded:
-            raise StateChangedError(
-                f"{encoded[0]} and {len(encoded) - 1} more are stored with a codec, of which this "
-                'version makes no checkpoints or state_dicts; use codec="exact" to save'
-            )
         files = state.stream.freeze()
         names = [spec.name for spec in state.plan.params]
         assert len(set(names)) == len(names)
@@ -95,7 +89,11 @@ class Freezer:
         record, spec = self._state.records[index], self._state.plan.params[index]
         tensors = {
             state.key: StoredTensor(
-                state.dtype, state.shape, state.stride, tuple(self._pieces(index, state.key))
+                state.dtype,
+                state.shape,
+                state.stride,
+                tuple(self._pieces(index, state.key)),
+                state.codec,
             )
             for state in spec.states
             if state.key in record.stored

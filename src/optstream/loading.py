@@ -8,17 +8,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.checkpoint.conversion import check_weights, report_conversions
 from optstream.checkpoint.directory import open_checkpoint, verify
-from optstream.checkpoint.match import check_class, check_groups, check_shapes, compare, fitting
+from optstream.checkpoint.match import check_class, check_groups, compare, fitting
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.errors import WindowIOError
-from optstream.layout import hyperparameters
+from optstream.distributed.shards import here
+from optstream.errors import CheckpointError, WindowIOError
+from optstream.layout import Shell, hyperparameters
 from optstream.state import StreamedState
 from optstream.store.base import PIECE_BYTES
 from optstream.update import Record, working_copy
+
+Groups = Sequence[Mapping[str, Any]]
+States = Mapping[str, Mapping[str, Any] | None]
+"""By parameter name."""
+Shapes = Mapping[str, tuple[int, ...]]
+_NONE: Shapes = {}
 
 
 class Loader:
@@ -35,99 +44,127 @@ class Loader:
             CheckpointError: not a whole checkpoint, or it does not fit; nothing was changed.
             WindowReadError: bytes are not what was written.
         """
-        snapshot = open_checkpoint(path.absolute())
+        snapshot = open_checkpoint(path)
         manifest, source = snapshot.manifest, f"checkpoint {path}"
         check_class(source, manifest.optimizer, self._optimizer, strict)
-        states = {name: snapshot.state(name) for name in manifest.params}
-        self.check(source, manifest.groups, states, strict)
+        outlines = {name: snapshot.outline(name) for name in manifest.params}
         shapes = {name: param.shape for name, param in manifest.params.items()}
-        check_shapes(source, shapes, self._state.plan.params)
+        given = self.check(source, manifest.groups, outlines, strict, shapes)
+        weights = self._split_weights(given)
+        check_weights(source, snapshot, weights, strict)
         if check:
             verify(snapshot)
-        if not self._adopt(snapshot):
+        if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
             if not check:
                 verify(snapshot)
+            report_conversions(source, manifest, self._state.plan.params)
+            folder = self._state.store.folder
+            states = {name: snapshot.state(name, weights.get(name), folder) for name in given}
             self.put(source, manifest.groups, states)
         return manifest.step
 
+    def _split_weights(self, given: States) -> dict[str, Tensor]:
+        """Return, by name, the parameters that split masters may belong to."""
+        specs = enumerate(self._state.plan.params)
+        param = self._state.roster.param
+        return {
+            spec.name: here(param(index))
+            for index, spec in specs
+            if spec.name in given and spec.dtype == torch.bfloat16
+        }
+
     def check(
-        self,
-        source: str,
-        groups: Sequence[Mapping[str, Any]],
-        states: Mapping[str, Mapping[str, Any] | None],
-        strict: bool,
-    ) -> None:
-        """Hold given state against what the optimizer keeps.
+        self, source: str, groups: Groups, states: States, strict: bool, shapes: Shapes = _NONE
+    ) -> States:
+        """Hold given state against what the optimizer keeps; return what can be taken.
+
+        Args:
+            strict: it is an error unless that is all.
+            shapes: of the parameters that the state was made for, where that is known.
 
         Raises:
             CheckpointError: it does not fit; nothing was changed.
         """
         names = self._state.roster.group_names()
-        check_groups(source, groups, names)
-        self._state.extend({name for name, state in states.items() if state})
+        check_groups(source, groups, names, strict)
+        known = {name for group in names for name in group}
+        self._state.extend({name for name, state in states.items() if state and name in known})
         self._state.roster.check_whole(source)
-        known = [name for group in names for name in group]
-        compare(self._state.plan.params, states, known).settle(source, strict)
+        differences = compare(self._state.plan.params, states, list(known), shapes)
+        differences.settle(source, strict)
+        return {name: state for name, state in states.items() if name not in differences.unfit}
 
-    def put(
-        self,
-        source: str,
-        groups: Sequence[Mapping[str, Any]],
-        states: Mapping[str, Mapping[str, Any] | None],
-    ) -> None:
-        """Replace all state and hyperparameters by given ones that were checked."""
+    def put(self, source: str, groups: Groups, states: States) -> None:
+        """Replace all state and hyperparameters by given ones that were checked.
+
+        Raises:
+            CheckpointError: the optimizer refuses the hyperparameters; nothing was changed.
+        """
         specs = enumerate(self._state.plan.params)
         given = {i: fitting(spec, state) for i, spec in specs if (state := states.get(spec.name))}
-        self._of_today(given)
-        self._state.broken = f"loading {source} failed half-way; load it, or a checkpoint, again"
+        taken = self._of_today(source, groups, given)
+        self._state.broken = _broken(source)
         self._state.put(given)
-        self._set_groups(groups)
+        self._take_groups(taken)
         self._state.broken = ""
 
-    def _of_today(self, given: Mapping[int, dict[str, Any]]) -> None:
-        """Let the optimizer bring state of an older torch into today's form (step as a tensor)."""
-        roster = self._state.roster
-        state = defaultdict(dict, {roster.param(i): state for i, state in given.items()})
-        self._optimizer.__setstate__({"state": state})
-        self._optimizer.state = defaultdict(dict)
+    def _of_today(
+        self, source: str, groups: Groups, given: Mapping[int, dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return param_groups to be: the given hyperparameters, and those of today beside them.
 
-    def _set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over hyperparameters; what is a tensor stays on its device."""
-        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+        The optimizer itself fills in what is new in its class, checks them, and brings given state
+        of an older torch into today's form (step as a tensor).
+
+        Raises:
+            CheckpointError: it refuses; nothing was changed.
+        """
+        roster = self._state.roster
+        taken = [
+            {**live, **_values(source, index, live, values)}
+            for index, (live, values) in enumerate(
+                zip(self._optimizer.param_groups, groups, strict=True)
+            )
+        ]
+        shell = Shell(self._optimizer, taken)
+        state = defaultdict(dict, {roster.param(i): state for i, state in given.items()})
+        try:
+            shell.optimizer.__setstate__({"state": state, "param_groups": taken})
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            kind = type(self._optimizer).__qualname__
+            raise CheckpointError(
+                f"{source} does not fit this {kind}: {error or error!r}; nothing was changed"
+            ) from error
+        return shell.optimizer.param_groups
+
+    def _take_groups(self, taken: Sequence[Mapping[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, taken, strict=True):
             before = dict(group)
             group.clear()
-            for key, value in hyperparameters(values).items():
-                old = before.get(key)
-                if isinstance(value, Tensor) and isinstance(old, Tensor):
-                    value = value.to(old.device)
-                group[key] = value
+            group.update(values)
             group.update({k: before[k] for k in ("params", "param_names") if k in before})
-        # fills what a state_dict of an older torch lacks
-        self._optimizer.__setstate__({"param_groups": self._optimizer.param_groups})
 
-    def _adopt(self, snapshot: Snapshot) -> bool:
+    def _adopt(self, source: str, snapshot: Snapshot) -> bool:
         """Take a checkpoint's files as they are, if they are laid out like the plan.
 
         No bytes move: windows are read, and held against their digests, when they are next needed.
         """
         manifest, plan = snapshot.manifest, self._state.plan
         names = {spec.name for spec in plan.params}
-        if not self._is_laid_out(snapshot) or set(manifest.params) < names:
+        if not self._is_laid_out(snapshot) or not names <= manifest.params.keys():
             return False
+        taken = self._of_today(source, manifest.groups, {})
         with contextlib.suppress(WindowIOError):  # of the state that is about to go
             self._state.stream.drain()
-        assert snapshot.directory is not None
-        files = {
-            window: (snapshot.directory / manifest.windows[window].file, file.digests)
-            for window, file in snapshot.files.items()
-        }
-        if not self._state.store.adopt(files):
+        before, self._state.broken = self._state.broken, _broken(source)
+        if not self._state.store.adopt(snapshot.files):
+            self._state.broken = before
             return False
-        self._state.stream.replace(files)
+        self._state.stream.replace(snapshot.files)
         self._state.start_anew(
             {index: _record(snapshot, spec.name) for index, spec in enumerate(plan.params)}
         )
-        self._set_groups(manifest.groups)
+        self._take_groups(taken)
         self._state.broken = ""
         return True
 
@@ -138,6 +175,32 @@ class Loader:
             and manifest.piece_bytes == PIECE_BYTES
             and len(manifest.windows) == self._state.plan.num_windows
         )
+
+
+def _broken(source: str) -> str:
+    return f"loading {source} failed half-way; load it, or a checkpoint, again"
+
+
+def _values(
+    source: str, index: int, live: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return given hyperparameters for a group; what is a tensor stays on its device.
+
+    Raises:
+        CheckpointError: there are none, or one is of another kind than the group's own.
+    """
+    values = hyperparameters(given)
+    if not values and hyperparameters(live):
+        raise CheckpointError(f"{source} has no hyperparameters for param_groups[{index}]")
+    for key, value in values.items():
+        old = live.get(key)
+        if isinstance(old, float | Tensor) and not isinstance(value, int | float | Tensor):
+            raise CheckpointError(
+                f"{source} has {key}={value!r} in param_groups[{index}], a number is needed"
+            )
+        if isinstance(value, Tensor) and isinstance(old, Tensor):
+            values[key] = value.to(old.device)
+    return values
 
 
 def _record(snapshot: Snapshot, name: str) -> Record:

@@ -203,9 +203,9 @@ class StreamedOptimizer(Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups, states = by_name(state_dict, self._state.roster.group_names())
-        self._loader.check("the state_dict", groups, states, strict)
-        self._loader.put("the state_dict", groups, states)
+        groups, states = by_name(state_dict, self._state.roster.group_names(), strict)
+        given = self._loader.check("the state_dict", groups, states, strict)
+        self._loader.put("the state_dict", groups, given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

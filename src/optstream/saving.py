@@ -44,5 +44,8 @@ class Saver:
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""
         snapshot, roster = self.freezer.snapshot(step), self._state.roster
-        specs = enumerate(self._state.plan.params)
-        return {roster.param(index): snapshot.state(spec.name) for index, spec in specs}
+        folder = self._state.store.folder
+        planned = [
+            (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
+        ]
+        return {param: snapshot.state(spec.name, param, folder) for param, spec in planned}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from optstream.codecs import EXACT, CodecChoice, Setting
@@ -25,6 +26,7 @@ from optstream.state import StreamedState
 from optstream.store import open_store
 from optstream.units import parse_bytes
 
+log = logging.getLogger("optstream")
 StrPath = str | os.PathLike[str]
 
 
@@ -37,7 +39,7 @@ def offload(
     ram: int | str = 0,
     store: str = "direct",
     master_weights: bool = True,
-    process_group: ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     role: str = "",
     io_threads: int = 4,
     metrics: StrPath | None = None,
@@ -82,6 +84,13 @@ def offload(
         RankError: another rank failed, or has another model or other arguments.
     """
     ranks = Ranks(process_group)
+    if process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        log.warning(
+            "process_group=None on rank %d of %d: this rank keeps all of the state itself; give "
+            "process_group=torch.distributed.group.WORLD to share it",
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
         with ranks.together():

@@ -116,7 +116,7 @@ def test_an_exported_torch_file_is_the_plain_optimizers_state_dict(command, path
     assert given["param_groups"] == groups
     snapshot = open_checkpoint(saved[0] / "optimizer")
     masters = {
-        name: snapshot.state(name)["master"]
+        name: snapshot.state(name, None, tmp_path)["master"]
         for name, param in snapshot.manifest.params.items()
         if "master" in param.tensors
     }
@@ -146,7 +146,7 @@ def test_exported_safetensors_hold_the_same(command, path, saved, tmp_path, monk
     wanted = {
         f"{name}/{key}": value
         for name in snapshot.manifest.params
-        for key, value in snapshot.state(name).items()
+        for key, value in snapshot.state(name, None, saved[0]).items()
     }
     assert_equal(tensors, wanted)
     assert index["optimizer"] == "optstream.muon.muon.Muon"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,27 @@ def test_steps_are_those_of_one_process(
     assert not list(tmp_path.glob("state/*"))
 
 
+def grows(directory: Path) -> Any:
+    """Add a group on the way."""
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(6)]
+    with offloaded(lambda _: torch.optim.Adam(params[:3]), nn.Module(), directory) as optimizer:
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": params[3:], "lr": 0.1})
+            set_gradients(params if step >= 2 else params[:3], step)
+            optimizer.step()
+        return [param.detach().clone() for param in params], optimizer.plan.num_windows
+
+
+def test_a_group_that_comes_later(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    [(expected, num_windows)] = ranks(1, grows, tmp_path)
+    found = ranks(3, grows, tmp_path)
+    assert sum(each for _, each in found) >= num_windows
+    for values, _ in found:
+        for left, right in zip(values, expected, strict=True):
+            assert torch.equal(left, right)
+
+
 class Tower(nn.Module):
     """Layers that all take part in a forward pass."""
 
@@ -110,10 +132,24 @@ def test_under_data_parallelism_they_are_those_of_the_plain_optimizer(
         assert not differing(shared, by_rank[0][1])
 
 
+class Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def forgets_the_group(directory: Path) -> Any:
     """Use no process group: every rank keeps all state."""
     model = make_model()
+    told = Told()
+    logging.getLogger("optstream").addHandler(told)
     with offloaded(MAKES["adamw"], model, directory, process_group=None) as optimizer:
+        assert any("this rank keeps all of the state" in text for text in told.texts)
         for step in range(STEPS):
             set_gradients(list(model.parameters()), step)
             optimizer.step()

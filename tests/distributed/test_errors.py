@@ -38,6 +38,18 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+def wrap_on_a_full_drive(directory: Path, full: bool) -> None:
+    """Wrap where space is taken by somebody else after it was looked at."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if full:
+            patch.setattr("optstream.store.linux.fallocate", refuse)
+        offloaded(MAKES["adamw"], make_model(), directory)
+
+
 def wrap_with_faults(directory: Path) -> list[str]:
     """Wrap with something wrong or different on rank 1; return this rank's error for each."""
     odd = dist.get_rank() == 1
@@ -50,6 +62,7 @@ def wrap_with_faults(directory: Path) -> list[str]:
         "memory": lambda: offloaded(
             MAKES["adamw"], make_model(), "/dev/shm/state" if odd else directory / "state"
         ),
+        "full": lambda: wrap_on_a_full_drive(directory / "state", odd),
         "window": lambda: offloaded(
             MAKES["adamw"], make_model(), directory, window="128KiB" if odd else "64KiB"
         ),
@@ -80,6 +93,7 @@ def test_nothing_is_wrapped_unless_all_ranks_agree(ranks: Ranks, tmp_path: Path)
     expected = [
         ("StoreError: .*file is no directory", "RankError: rank 1 failed: .*is no directory"),
         ("StoreError: /dev/shm", "RankError: rank 1 failed: /dev/shm.* is tmpfs"),
+        ("OutOfSpaceError: state needs", "RankError: rank 1 failed: state needs .* free"),
         ("RankError: window is 65536 on rank 0 and 131072 on rank 1",) * 2,
         ("ConfigError: window='lots'", "RankError: rank 1 failed: window='lots'"),
         ("RankError: the optimizer is AdamW on rank 0 and SGD on rank 1",) * 2,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import optstream
-from distributed.programs import adamw, muon, sgd
+from distributed.programs import adamw, differing, muon, sgd
 
 Ranks = Callable[..., list[Any]]
 STEPS = 3

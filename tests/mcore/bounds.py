@@ -7,8 +7,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
+from mcore.checkpoints import BY_RANK, sharded_state_dict
 from mcore.gpt import ADAM, MUON, MUON_DEALT, Recipe, Training, varied
 from mcore.streaming import directory, streamed
 from optstream.memory import read_memory
@@ -62,6 +65,34 @@ def anonymous_memory() -> None:
         grown = [_grown_bytes(training) for _ in range(STEPS)]
     assert max(grown) < bound_bytes, ([format_bytes(g) for g in grown], format_bytes(bound_bytes))
     assert _grown_bytes(Training(recipe)) > bound_bytes
+
+
+def _tensors(state_dict: Any) -> list[torch.Tensor]:
+    """Return what a sharded state_dict holds."""
+    tensors = []
+    for entry in nested_values(state_dict):
+        data = getattr(entry, "data", entry)
+        if isinstance(data, torch.Tensor):
+            tensors.append(data)
+    return tensors
+
+
+def saves_from_files() -> None:
+    """A state_dict to save, and one to load into, hold tensors that are in files, not in memory."""
+    for recipe in (ADAM, MUON_DEALT):
+        with directory() as path, streamed(varied(recipe, model=LARGE), path) as (training, _):
+            training.step()
+            for is_loading in (False, True):
+                before_bytes = read_memory().anon_bytes
+                shown = sharded_state_dict(training, BY_RANK, is_loading)["optimizer"]
+                tensors = _tensors(shown)
+                num_bytes = sum(tensor.nbytes for tensor in tensors)
+                for tensor in tensors:
+                    tensor.sum()  # reads all of it, or writes a page where nothing was
+                grown_bytes = read_memory().anon_bytes - before_bytes
+                assert num_bytes > 40 * 2**20, num_bytes
+                assert grown_bytes < num_bytes / 4, (grown_bytes, num_bytes, is_loading)
+                del shown, tensors
 
 
 def no_float32_gradients() -> None:

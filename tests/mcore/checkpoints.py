@@ -38,7 +38,7 @@ def _metadata(sharding: str) -> dict[str, Any]:
     }
 
 
-def _state_dict(training: Training, sharding: str, is_loading: bool) -> dict[str, Any]:
+def sharded_state_dict(training: Training, sharding: str, is_loading: bool) -> dict[str, Any]:
     metadata = _metadata(sharding)
     model = training.ddp.module.module.sharded_state_dict(metadata=metadata)
     optimizer = training.optimizer.sharded_state_dict(
@@ -51,12 +51,14 @@ def save(training: Training, path: Path, sharding: str) -> None:
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
-    dist_checkpointing.save(_state_dict(training, sharding, is_loading=False), str(path))
+    dist_checkpointing.save(sharded_state_dict(training, sharding, is_loading=False), str(path))
     dist.barrier()
 
 
 def load(training: Training, path: Path, sharding: str) -> None:
-    loaded = dist_checkpointing.load(_state_dict(training, sharding, is_loading=True), str(path))
+    loaded = dist_checkpointing.load(
+        sharded_state_dict(training, sharding, is_loading=True), str(path)
+    )
     training.ddp.module.module.load_state_dict(loaded["model"])
     training.optimizer.load_state_dict(loaded["optimizer"])
     dist.barrier()

@@ -35,11 +35,11 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
+            if group["params"]:
                 group["step"] = group.get("step", 0) + 1
-            for param in params:
-                self._update(param, group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]

@@ -151,6 +151,23 @@ def adam_float16() -> None:
     equal_bits(varied(ADAM, model={**model, "pipeline_dtype": torch.float16}, config=config))
 
 
+def half_resident() -> None:
+    """A part of the state stays in host memory, and causes no traffic."""
+    for recipe in (ADAM, MUON):
+        plain = Training(recipe)
+        expected = plain.steps(4)
+        flags = ("--optimizer-state-offload-fraction", "0.5")
+        with directory() as path, streamed(recipe, path, *flags) as (training, handle):
+            assert training.steps(4) == expected
+            assert_same_weights(training, plain)
+            plans = [child.streamed.plan for child in handle.children]
+            assert any(0 < plan.num_resident < plan.num_windows for plan in plans)
+            for child, plan in zip(handle.children, plans, strict=True):
+                report = child.streamed.report
+                assert report is not None
+                assert report.resident_bytes == plan.resident_bytes
+
+
 def _with_skipped_step(training: Training) -> Steps:
     return [training.step(scale) for scale in (1.0, 1.0, math.inf, 1.0)]
 

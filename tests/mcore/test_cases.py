@@ -58,6 +58,7 @@ BEHAVIOUR = [
     (1, "tp1", "parity.scheduled"),
     (1, "tp1", "parity.reloaded"),
     (1, "tp1", "parity.set_up_late"),
+    (1, "tp1", "parity.half_resident"),
     (2, "tp1", "parity.skipped_step"),
     (2, "tp1", "parity.reloaded"),
 ]
@@ -83,6 +84,7 @@ CHECKPOINTS = [
 BOUNDS = [
     (1, "tp1", "bounds.anonymous_memory"),
     (1, "tp1", "bounds.no_float32_gradients"),
+    (1, "tp1", "bounds.saves_from_files"),
     (2, "tp1", "bounds.roles"),
     (4, "tp1", "bounds.every_rank_streams"),
 ]

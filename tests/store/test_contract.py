@@ -77,6 +77,12 @@ def frozen_bytes(frozen: FrozenFile) -> bytes:
         return file.read()
 
 
+def opened_at(path: Path, frozen: FrozenFile) -> FrozenFile:
+    """Return a linked file as a load opens it."""
+    fd = os.open(path, os.O_RDONLY)
+    return FrozenFile(fd, str(path), frozen.header_bytes, frozen.data_bytes, frozen.digests)
+
+
 class TestStore:
     def test_fresh_windows_read_as_zeros(
         self, store: Store, pages: Pages, windows: Windows
@@ -274,7 +280,7 @@ class TestStore:
         frozen[0].link(drive_path / "w")
         other = make()
         other.reserve(windows(5))
-        assert other.adopt({0: (drive_path / "w", frozen[0].digests)})
+        assert other.adopt({0: opened_at(drive_path / "w", frozen[0])})
         (drive_path / "w").unlink()
         del frozen
         update(store, 0, pages(5, fill=2))
@@ -376,13 +382,13 @@ class TestStore:
         other.reserve(windows(5, 1))
         update(other, 0, pages(5, fill=70))
         if store.device(0) is None:
-            assert not other.adopt({0: (drive_path / "window", frozen[0].digests)})
+            assert not other.adopt(frozen)
             assert content(other, 0, pages(5)) == pages(5, fill=70)
             other.close()
             return
         for window in (0, 1):
             frozen[window].link(drive_path / f"w{window}")
-        files = {w: (drive_path / f"w{w}", frozen[w].digests) for w in (0, 1)}
+        files = {w: opened_at(drive_path / f"w{w}", frozen[w]) for w in (0, 1)}
         store.close()
         assert not other.adopt({**files, 0: files[1]})  # of another size
         assert content(other, 0, pages(5)) == pages(5, fill=70)
@@ -408,7 +414,7 @@ class TestStore:
         store.close()
         other = make()
         other.reserve(windows(5))
-        assert other.adopt({0: (path, frozen.digests)})
+        assert other.adopt({0: opened_at(path, frozen)})
         with path.open("r+b") as file:
             file.seek(4096 + 2 * 4096)
             file.write(b"x")

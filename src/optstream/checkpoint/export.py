@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from optstream import durable
 from optstream.checkpoint import directory
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.values import encode
+from optstream.codecs import EXACT, SPLIT
 from optstream.errors import ConfigError, OutOfSpaceError, StoreError
 from optstream.plan import MASTER
 from optstream.units import format_bytes
 
+log = logging.getLogger("optstream")
 TORCH_SUFFIXES = (".pt", ".pth")
 INDEX = "index.json"
 FORMAT = "optstream export"
@@ -59,7 +62,9 @@ def export(checkpoint: Path, target: Path, *, force: bool = False) -> int:
     """
     _check_target(target, force)
     snapshot = directory.open_checkpoint(checkpoint)
-    _check_space(target, snapshot.state_bytes)
+    _report_split(checkpoint, snapshot)
+    exported_bytes, decoded_bytes = _exported_bytes(snapshot)
+    _check_space(target, exported_bytes + decoded_bytes)
     directory.verify(snapshot)
     staging = target.with_name(target.name + durable.TEMPORARY)
     write = _write_torch if target.suffix in TORCH_SUFFIXES else _write_safetensors
@@ -74,7 +79,29 @@ def export(checkpoint: Path, target: Path, *, force: bool = False) -> int:
             shutil.rmtree(staging, ignore_errors=True)
         else:
             staging.unlink(missing_ok=True)
-    return snapshot.state_bytes
+    return exported_bytes
+
+
+def _report_split(checkpoint: Path, snapshot: Snapshot) -> None:
+    params = snapshot.manifest.params.values()
+    split = [tensor for p in params for tensor in p.tensors.values() if tensor.codec == SPLIT]
+    if split:
+        log.warning(
+            "%s: %d masters are split, so they are whole only with the model's weights: the export "
+            "leaves them out, and has the rest of the state",
+            checkpoint,
+            len(split),
+        )
+
+
+def _exported_bytes(snapshot: Snapshot) -> tuple[int, int]:
+    """Return the bytes of what is written, and of what is decoded for that into files."""
+    exported = decoded = 0
+    for param in snapshot.manifest.params.values():
+        for tensor in param.tensors.values():
+            exported += tensor.num_bytes if tensor.codec != SPLIT else 0
+            decoded += tensor.num_bytes if tensor.codec not in (EXACT, SPLIT) else 0
+    return exported, decoded
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -113,13 +140,13 @@ def _check_space(target: Path, needed_bytes: int) -> None:
 def _write_torch(snapshot: Snapshot, staging: Path) -> None:
     os.close(os.open(staging, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     try:
-        torch.save(_state_dict(snapshot), staging)
+        torch.save(_state_dict(snapshot, staging.parent), staging)
     except RuntimeError as error:  # how torch's writer reports a full or failing drive
         raise StoreError(errno.EIO, f"cannot write {staging}: {error}") from error
     durable.sync(staging)
 
 
-def _state_dict(snapshot: Snapshot) -> dict[str, Any]:
+def _state_dict(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
     """Return the state as the plain optimizer has it, parameters numbered in group order."""
     numbers: dict[str, int] = {}
     groups = [
@@ -129,7 +156,7 @@ def _state_dict(snapshot: Snapshot) -> dict[str, Any]:
     states: dict[int, dict[str, Any]] = {}
     masters: dict[str, Tensor] = {}
     for name, number in numbers.items():
-        state = snapshot.state(name)
+        state = snapshot.state(name, None, folder)
         if MASTER in state:
             masters[name] = state.pop(MASTER)
         if state:
@@ -147,7 +174,9 @@ def _write_safetensors(snapshot: Snapshot, staging: Path) -> None:
     places: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"state-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {f"{name}/{key}": _tensor(snapshot, name, key) for name, key in names}
+        tensors = {
+            f"{name}/{key}": _tensor(snapshot, name, key, staging.parent) for name, key in names
+        }
         save_file(tensors, staging / file, metadata={"format": "pt"})
         (staging / file).chmod(0o600)
         durable.sync(staging / file)
@@ -157,8 +186,8 @@ def _write_safetensors(snapshot: Snapshot, staging: Path) -> None:
     durable.sync(staging)
 
 
-def _tensor(snapshot: Snapshot, name: str, key: str) -> Tensor:
-    tensor: Tensor = snapshot.state(name)[key]
+def _tensor(snapshot: Snapshot, name: str, key: str, folder: Path) -> Tensor:
+    tensor = snapshot.tensor(name, key, None, folder)
     if tensor.is_complex():
         raise ConfigError(
             f"{name}/{key} is {tensor.dtype}, which safetensors cannot hold; export to a .pt file"
@@ -171,8 +200,10 @@ def _shards(snapshot: Snapshot) -> Iterator[list[tuple[str, str]]]:
     shard: list[tuple[str, str]] = []
     num_bytes = 0
     for name in snapshot.manifest.params:
-        for key, value in snapshot.state(name).items():
-            if not isinstance(value, Tensor):
+        stored = snapshot.manifest.params[name].tensors
+        for key, value in snapshot.outline(name).items():
+            is_split = key in stored and stored[key].codec == SPLIT
+            if is_split or not isinstance(value, Tensor):
                 continue
             if shard and num_bytes + value.nbytes > FILE_BYTES:
                 yield shard

@@ -3,13 +3,14 @@
     {"format": "optstream", "version": 1, "xxh3": "...", "body": {
         "optimizer": "torch.optim.adamw.AdamW", "step": 12, "world_size": 1, "piece_bytes": 8388608,
         "groups":  [{"params": ["h.0.weight", ...], "values": ...}, ...],
-        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16", "kept": ..., "unplanned":
-        ...,
+        "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16",
+                                   "kept": ..., "unplanned": ...,
                     "tensors": {"exp_avg": {"dtype": "float32", "shape": [...], "stride": null,
+                                            "codec": "split" (absent: exact),
                                             "pieces": [[window, offset, start, numel], ...]}}}},
         "windows": [{"file": "rank00000/window00000.safetensors", "header_bytes": 4096,
-                     "data_bytes": ..., "digests": ["xxh3 of each piece_bytes, header first",
-                     ...]}]}}
+                     "data_bytes": ...,
+                     "digests": ["xxh3 of each piece_bytes, header first", ...]}]}}
 
 `xxh3` is the digest of the body as written, so a changed manifest is noticed before it is believed.
 """
@@ -28,15 +29,19 @@ import xxhash
 from torch import Tensor
 
 from optstream.checkpoint.values import decode, encode
+from optstream.codecs import CODECS, EXACT
 from optstream.errors import FormatError
 from optstream.format import dtype_name, is_dense
+from optstream.plan import SLICE_ALIGNMENT, stored_bytes
 from optstream.store.base import PAGE_BYTES
 
 FORMAT = "optstream"
-VERSION = 1
+VERSION = 2
+"""2: some tensors have a codec; where none has, the manifest is of version 1."""
 _BODY, _END = ', "body": ', "}\n"
 _FILE = re.compile(r"rank\d{5}/window\d{5,}\.safetensors", re.ASCII)
 _MAX_BYTES = 2**62
+_MAX_PIECE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,27 @@ class StoredTensor:
     Attributes:
         shape, stride: elements; stride is None where the order is row-major.
         pieces: in order, covering every element once.
+        codec: the name of how they are stored.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     pieces: tuple[StoredPiece, ...]
+    codec: str = EXACT
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Return the bytes of its values; `stored_bytes` are those in windows."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(stored_bytes(self.codec, piece.numel, self.dtype) for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,13 @@ class Manifest:
         Raises:
             ConfigError: a hyperparameter or a Python value that JSON cannot hold exactly.
         """
-        return _sealed(json.dumps(_body(self), separators=(",", ":")), VERSION)
+        return _sealed(json.dumps(_body(self), separators=(",", ":")), self.version)
+
+    @property
+    def version(self) -> int:
+        """Return the first version of the format that holds all that is in it."""
+        tensors = [tensor for param in self.params.values() for tensor in param.tensors.values()]
+        return VERSION if any(tensor.codec != EXACT for tensor in tensors) else 1
 
     @staticmethod
     def from_json(data: bytes, path: str) -> Manifest:
@@ -200,6 +222,7 @@ def _param_json(name: str, param: StoredParam) -> dict[str, Any]:
                 "dtype": dtype_name(tensor.dtype),
                 "shape": list(tensor.shape),
                 "stride": None if tensor.stride is None else list(tensor.stride),
+                **({} if tensor.codec == EXACT else {"codec": tensor.codec}),
                 "pieces": [
                     [piece.window, piece.offset, piece.start, piece.numel]
                     for piece in tensor.pieces
@@ -212,20 +235,20 @@ def _param_json(name: str, param: StoredParam) -> dict[str, Any]:
 
 def _parse(body: dict[str, Any], path: str) -> Manifest:
     return Manifest(
-        optimizer=str(body["optimizer"]),
-        step=int(body["step"]),
-        world_size=int(body["world_size"]),
-        piece_bytes=int(body["piece_bytes"]),
+        optimizer=_text(body["optimizer"]),
+        step=_size(body["step"]),
+        world_size=_size(body["world_size"]),
+        piece_bytes=_size(body["piece_bytes"]),
         groups=tuple(
-            {**decode(group["values"], path), "params": [str(name) for name in group["params"]]}
+            {**decode(group["values"], path), "params": [_text(name) for name in group["params"]]}
             for group in body["groups"]
         ),
         params={name: _parse_param(param, path) for name, param in body["params"].items()},
         windows=tuple(
             StoredWindow(
-                file=str(window["file"]),
-                header_bytes=int(window["header_bytes"]),
-                data_bytes=int(window["data_bytes"]),
+                file=_text(window["file"]),
+                header_bytes=_size(window["header_bytes"]),
+                data_bytes=_size(window["data_bytes"]),
                 digests=tuple(int(digest, 16) for digest in window["digests"]),
             )
             for window in body["windows"]
@@ -245,20 +268,41 @@ def _parse_param(param: dict[str, Any], path: str) -> StoredParam:
                 shape=_sizes(tensor["shape"]),
                 stride=None if tensor["stride"] is None else _sizes(tensor["stride"]),
                 pieces=tuple(StoredPiece(*_sizes(piece)) for piece in tensor["pieces"]),
+                codec=_codec(tensor.get("codec", EXACT), path),
             )
             for key, tensor in param["tensors"].items()
         },
     )
 
 
+def _codec(name: object, path: str) -> str:
+    if name != EXACT and name not in CODECS:
+        raise FormatError(f"{path} has the unknown codec {name!r}; update optstream")
+    return str(name)
+
+
 def _sizes(values: list[int]) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values} are no sizes")
-    return tuple(values)
+    return tuple(_size(value) for value in values)
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _check(manifest: Manifest) -> None:
     """Raise ValueError unless files stay inside, and pieces cover tensors and lie in windows."""
+    if manifest.world_size == 0:
+        raise ValueError("it was saved by no rank")
+    if not PAGE_BYTES <= manifest.piece_bytes <= _MAX_PIECE_BYTES:
+        raise ValueError(f"pieces of {manifest.piece_bytes} bytes")
     for window in manifest.windows:
         _check_window(window, manifest.piece_bytes)
     for name, param in manifest.params.items():
@@ -294,16 +338,19 @@ def _check_window(window: StoredWindow, piece_bytes: int) -> None:
 
 def _check_tensor(name: str, tensor: StoredTensor, windows: Sequence[StoredWindow]) -> None:
     end = 0
+    if tensor.codec != EXACT and tensor.dtype != torch.float32:
+        raise ValueError(f"{name} is {tensor.dtype} and stored as {tensor.codec}")
     for piece in tensor.pieces:
         window = windows[piece.window]
-        num_bytes = piece.numel * tensor.dtype.itemsize
+        num_bytes = stored_bytes(tensor.codec, piece.numel, tensor.dtype)
         alignment = PAGE_BYTES if len(tensor.pieces) > 1 else tensor.dtype.itemsize
         fits = piece.offset + num_bytes <= window.data_bytes and window.file
         if piece.start != end or not fits or piece.offset % alignment:
             raise ValueError(f"a piece of {name} is misplaced")
         end += piece.numel
-        if end < math.prod(tensor.shape) and num_bytes % PAGE_BYTES:
-            raise ValueError(f"a piece of {name} ends inside a page")
+        unit = num_bytes % PAGE_BYTES if tensor.codec == EXACT else piece.numel % SLICE_ALIGNMENT
+        if end < tensor.numel and unit:
+            raise ValueError(f"a piece of {name} ends inside a page or a block")
     if end != math.prod(tensor.shape):
         raise ValueError(f"the pieces of {name} hold {end} elements")
     if tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):

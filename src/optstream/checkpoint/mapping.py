@@ -56,8 +56,7 @@ class Mapping:
 
         Args:
             ranges: all but the last a multiple of PAGE_BYTES long; all but the first at a multiple
-            of
-                PAGE_BYTES in their file, and the first too if there are several.
+                of PAGE_BYTES in their file, and the first too if there are several.
 
         Raises:
             StoreError: the kernel refuses.

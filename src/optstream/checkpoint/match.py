@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from optstream.errors import CheckpointError
 from optstream.layout import is_streamed
 from optstream.plan import MASTER, ParamSpec
+from optstream.roster import is_positional
 
 _SHOWN = 3
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -24,48 +25,61 @@ State = Mapping[str, Any]
 
 @dataclass
 class Differences:
-    """What does not fit, in words, by kind."""
+    """What does not fit, in words, by kind.
+
+    Attributes:
+        unfit: names of parameters of which some state is missing or has another form; the rest of
+            it is worth nothing alone.
+    """
 
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     widened: list[str] = field(default_factory=list)
+    unfit: set[str] = field(default_factory=set)
 
     def settle(self, source: str, strict: bool) -> None:
         """Raise or report.
 
         Args:
             source: what was given, named in messages.
-            strict: missing and extra state are errors too, not only warnings.
+            strict: every difference is an error, not only a warning.
 
         Raises:
             CheckpointError: names the first of each kind and counts the rest.
         """
-        faults = {"has another shape or dtype for": self.wrong}
-        notes = {"has": self.extra, "has no": self.missing}
-        advice = {
-            "has": "which this optimizer does not keep",
-            "has no": "which this optimizer needs",
-        }
-        texts = [f"{source} {verb} {some(names)}" for verb, names in faults.items() if names]
-        lax = [
-            f"{source} {verb} {some(names)}, {advice[verb]}"
-            for verb, names in notes.items()
-            if names
-        ]
-        if texts or (strict and lax):
-            hint = "; saved by another optimizer or model?"
-            if not texts:
-                hint += " (strict=False starts what is missing anew and ignores the rest)"
-            raise CheckpointError("; ".join(texts + lax) + hint)
-        for text in lax:
-            log.warning("%s; loaded without it because strict=False", text)
+        kinds = (
+            ("has another form of", self.wrong, ""),
+            ("has", self.extra, ", which this optimizer does not keep"),
+            ("has no", self.missing, ", which this optimizer needs"),
+        )
+        texts = [f"{source} {verb} {some(names)}{why}" for verb, names, why in kinds if names]
+        if texts and strict:
+            raise CheckpointError(
+                "; ".join(texts) + "; saved by another optimizer or model? (strict=False starts "
+                "parameters anew whose state is not whole, and ignores what is too much)"
+            )
+        for text in texts:
+            log.warning("%s; strict=False", text)
+        if self.unfit:
+            log.warning("%s: the state starts anew of %s", source, some(sorted(self.unfit)))
         if self.widened:
             log.warning("%s widened to float32: %s", source, some(self.widened))
 
+    def lacks(self, name: str, label: str) -> None:
+        self.missing.append(label)
+        self.unfit.add(name)
+
+    def differs(self, name: str, text: str) -> None:
+        self.wrong.append(text)
+        self.unfit.add(name)
+
 
 def compare(
-    specs: Sequence[ParamSpec], states: Mapping[str, State | None], known: Sequence[str]
+    specs: Sequence[ParamSpec],
+    states: Mapping[str, State | None],
+    known: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Differences:
     """Hold given state against what the optimizer keeps.
 
@@ -73,13 +87,16 @@ def compare(
         specs: the optimizer's parameters.
         states: by parameter name; None or absent: nothing was given for it. Empty: it has none yet.
         known: names of all parameters the optimizer has, planned or frozen.
+        shapes: of the parameters that the state was made for, where that is known.
     """
     differences = Differences()
     for spec in specs:
-        state = states.get(spec.name)
-        if state is None:
+        state, shape = states.get(spec.name), shapes.get(spec.name, spec.shape)
+        if shape != spec.shape:
+            differences.differs(spec.name, f"{spec.name!r} ({shape}, needed {spec.shape})")
+        elif state is None:
             if spec.states or spec.counters:
-                differences.missing.append(f"{spec.name!r}")
+                differences.lacks(spec.name, f"{spec.name!r}")
         elif state:
             _compare_param(spec, state, differences)
     planned = {spec.name for spec in specs}
@@ -97,16 +114,21 @@ def _compare_param(spec: ParamSpec, state: State, differences: Differences) -> N
         value = state.get(key)
         if not isinstance(value, Tensor):
             if key != MASTER:
-                differences.missing.append(label)
+                differences.lacks(spec.name, label)
         elif tuple(value.shape) != tensor.shape:
             text = f"{label} ({tuple(value.shape)}, needed {tensor.shape})"
-            differences.wrong.append(text)
+            differences.differs(spec.name, text)
         elif value.dtype != tensor.dtype:
             if value.dtype in _LOW_PRECISION and tensor.dtype == torch.float32:
                 differences.widened.append(label)
             else:
-                differences.wrong.append(f"{label} ({value.dtype}, needed {tensor.dtype})")
-    differences.missing += [f"{spec.name!r}/{key}" for key in spec.counters if key not in state]
+                text = f"{label} ({value.dtype}, needed {tensor.dtype})"
+                differences.differs(spec.name, text)
+    for key in spec.counters:
+        if key not in state:
+            differences.lacks(spec.name, f"{spec.name!r}/{key}")
+        elif isinstance(state[key], str):
+            differences.differs(spec.name, f"{spec.name!r}/{key} ({state[key]!r}, needed a number)")
     differences.extra += [f"{spec.name!r}/{key}" for key in given if key not in wanted]
 
 
@@ -128,7 +150,7 @@ def _is_stored(key: str, value: object) -> bool:
 
 
 def by_name(
-    state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]
+    state_dict: Mapping[str, Any], names: Sequence[Sequence[str]], strict: bool
 ) -> tuple[list[dict[str, Any]], dict[str, State | None]]:
     """Return a torch state_dict's groups and states by parameter name.
 
@@ -137,9 +159,10 @@ def by_name(
 
     Args:
         names: the optimizer's own, by group.
+        strict: names that differ are an error, not only a warning.
 
     Raises:
-        CheckpointError: no state_dict, or groups of other sizes.
+        CheckpointError: no state_dict, groups of other sizes, or other names.
     """
     try:
         saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
@@ -155,8 +178,7 @@ def by_name(
     states: dict[str, State | None] = {}
     for group, own in zip(saved_groups, names, strict=True):
         ids = list(group["params"])
-        given = [str(name) for name in group.get("param_names") or ids]
-        matched = given if set(given) == set(own) else list(own)
+        matched = _matched(group, own, strict)
         for identity, name in zip(ids, matched, strict=True):
             states[name] = saved_states.get(identity)
         groups.append({**group, "params": matched})
@@ -165,38 +187,58 @@ def by_name(
     return groups, states
 
 
+def _matched(group: Mapping[str, Any], own: Sequence[str], strict: bool) -> list[str]:
+    """Return the optimizer's names in the order of a given group's parameters."""
+    ids = group["params"]
+    given = [str(name) for name in group.get("param_names") or ids]
+    if set(given) == set(own):
+        return given
+    named = "param_names" in group or any(isinstance(identity, str) for identity in ids)
+    pairs = [pair for pair in zip(given, own, strict=True) if named and not _alike(*pair)]
+    if pairs:
+        text = f"the state_dict has {pairs[0][0]!r} where this optimizer has {pairs[0][1]!r}"
+        if strict:
+            raise CheckpointError(
+                f"{text}; give it the names of this model, or strict=False to match by position"
+            )
+        log.warning("%s; matched by position because strict=False", text)
+    return list(own)
+
+
+def _alike(given: str, own: str) -> bool:
+    """Tell whether two names may be one parameter's: a wrapper's prefix, or none is known."""
+    return (
+        own == given
+        or is_positional(own)
+        or is_positional(given)
+        or own.endswith(f".{given}")
+        or given.endswith(f".{own}")
+    )
+
+
 def check_groups(
-    source: str, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+    source: str, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], strict: bool
 ) -> None:
-    """Raise CheckpointError unless each group has the same parameters, in whatever order."""
+    """Raise CheckpointError unless each group has the same parameters, in whatever order.
+
+    Where not strict, they may be others if they have names: positions would be guesses.
+    """
     if len(groups) != len(names):
         raise CheckpointError(
             f"{source} has {len(groups)} param_groups, this optimizer has {len(names)}; build it "
             "with the same groups"
         )
     for index, (group, own) in enumerate(zip(groups, names, strict=True)):
-        lacking = [repr(name) for name in own if name not in set(group["params"])]
-        unknown = [repr(name) for name in group["params"] if name not in set(own)]
-        if lacking or unknown:
-            faults = [f"lacks {some(lacking)}"] if lacking else []
-            faults += [f"has the unknown {some(unknown)}"] if unknown else []
-            raise CheckpointError(
-                f"param_groups[{index}] of {source} {' and '.join(faults)}; another model, or "
-                "wrapped without model=?"
-            )
-
-
-def check_shapes(
-    source: str, shapes: Mapping[str, tuple[int, ...]], specs: Sequence[ParamSpec]
-) -> None:
-    """Raise CheckpointError unless parameters are as they were; one without state tells nothing."""
-    wrong = [
-        f"{spec.name!r} ({shapes[spec.name]}, needed {spec.shape})"
-        for spec in specs
-        if shapes.get(spec.name, spec.shape) != spec.shape
-    ]
-    if wrong:
-        raise CheckpointError(f"{source} has another shape for {some(wrong)}; another model?")
+        lacking = [name for name in own if name not in set(group["params"])]
+        unknown = [name for name in group["params"] if name not in set(own)]
+        if not (lacking or unknown):
+            continue
+        faults = [f"lacks {some([*map(repr, lacking)])}"] if lacking else []
+        faults += [f"has the unknown {some([*map(repr, unknown)])}"] if unknown else []
+        text = f"param_groups[{index}] of {source} {' and '.join(faults)}"
+        if strict or any(map(is_positional, (*own, *group["params"]))):
+            raise CheckpointError(f"{text}; another model, or wrapped without model=?")
+        log.warning("%s; strict=False", text)
 
 
 def check_class(source: str, saved: str, optimizer: Optimizer, strict: bool) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optstream.checkpoint.manifest import Manifest, StoredParam, StoredTensor
+from optstream.checkpoint.decoding import decode, is_of
+from optstream.checkpoint.manifest import Manifest, StoredParam, StoredPiece, StoredTensor
 from optstream.checkpoint.mapping import FileRange
 from optstream.checkpoint.mapping import Mapping as FileMapping
+from optstream.codecs import EXACT, SPLIT
 from optstream.store.base import FrozenFile
 
 
@@ -37,21 +39,64 @@ class Snapshot:
         self.directory = directory
         self._mapped: dict[int, FileMapping] = {}
 
-    def state(self, name: str) -> dict[str, Any]:
+    def state(self, name: str, weight: Tensor | None, folder: Path) -> dict[str, Any]:
         """Return a parameter's state as its optimizer keeps it; tensors are mapped, not read.
 
-        Counters and Python values are the snapshot's own: copy them before changing them.
+        What is encoded is decoded into nameless files. Counters and Python values are the
+        snapshot's own: copy them before changing them.
+
+        Args:
+            weight: the parameter itself, which split masters need; None leaves those out.
+            folder: on a drive, for decoded values.
+
+        Raises:
+            OutOfSpaceError: no room for decoded values.
         """
         param = self.manifest.params[name]
-        tensors = {key: self.tensor(tensor) for key, tensor in param.tensors.items()}
+        tensors = {
+            key: self._tensor(tensor, weight, folder)
+            for key, tensor in param.tensors.items()
+            if tensor.codec != SPLIT or weight is not None
+        }
         return {**param.kept, **tensors, **_unplanned(param)}
 
-    def tensor(self, stored: StoredTensor) -> Tensor:
-        """Return one state tensor, mapped: it is read when it is looked at."""
-        flat = self._flat(stored)
+    def tensor(self, name: str, key: str, weight: Tensor | None, folder: Path) -> Tensor:
+        """Return one tensor of a parameter's state, see `state`."""
+        param = self.manifest.params[name]
+        if key in param.tensors:
+            return self._tensor(param.tensors[key], weight, folder)
+        kept: Tensor = {**param.kept, **_unplanned(param)}[key]
+        return kept
+
+    def outline(self, name: str) -> dict[str, Any]:
+        """Return a parameter's state with tensors of the meta device in place of encoded ones."""
+        param = self.manifest.params[name]
+        tensors = {
+            key: self._tensor(tensor, None, Path())
+            if tensor.codec == EXACT
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for key, tensor in param.tensors.items()
+        }
+        return {**param.kept, **tensors, **_unplanned(param)}
+
+    def is_of(self, name: str, weight: Tensor) -> bool:
+        """Tell whether a parameter is the one, as it is now, that its split master belongs to."""
+        tensors = self.manifest.params[name].tensors.values()
+        split = [tensor for tensor in tensors if tensor.codec == SPLIT]
+        return all(is_of(tensor, self._bytes, weight) for tensor in split)
+
+    def _tensor(self, stored: StoredTensor, weight: Tensor | None, folder: Path) -> Tensor:
+        if stored.codec == EXACT:
+            flat = self._flat(stored)
+        else:
+            flat = decode(stored, self._bytes, weight, folder)
         if stored.stride is None:
             return flat.view(stored.shape)
         return flat.as_strided(stored.shape, stored.stride)
+
+    def _bytes(self, piece: StoredPiece, num_bytes: int) -> Tensor:
+        offset = self.files[piece.window].header_bytes + piece.offset
+        return self._mapping(piece.window).tensor(offset, num_bytes, torch.uint8)
 
     def _flat(self, stored: StoredTensor) -> Tensor:
         if stored.num_bytes == 0:
@@ -83,8 +128,9 @@ class Snapshot:
 
     @property
     def state_bytes(self) -> int:
+        """Return the bytes of state in the files, encoded where it is."""
         return sum(
-            tensor.num_bytes
+            tensor.stored_bytes
             for param in self.manifest.params.values()
             for tensor in param.tensors.values()
         )

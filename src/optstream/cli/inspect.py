@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(snapshot: Snapshot, training: TrainingCheckpoint | None) -> dict[str, Any]:
     """Return everything that is shown, as JSON holds it."""
-    from optstream.checkpoint.manifest import VERSION
     from optstream.checkpoint.values import encode
 
     manifest = snapshot.manifest
@@ -48,7 +47,7 @@ def describe(snapshot: Snapshot, training: TrainingCheckpoint | None) -> dict[st
         "path": str(snapshot.directory),
         "optimizer": manifest.optimizer,
         "step": manifest.step if training is None else training.state.step,
-        "format_version": VERSION,
+        "format_version": manifest.version,
         "state_bytes": snapshot.state_bytes,
         "file_bytes": snapshot.file_bytes,
         "windows": _windows(snapshot),
@@ -94,7 +93,8 @@ def _params(snapshot: Snapshot) -> dict[str, Any]:
             "states": {
                 key: {
                     "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "bytes": tensor.num_bytes,
+                    "codec": tensor.codec,
+                    "bytes": tensor.stored_bytes,
                     "windows": sorted({piece.window for piece in tensor.pieces}),
                 }
                 for key, tensor in param.tensors.items()
@@ -139,15 +139,15 @@ def _head(facts: dict[str, Any]) -> str:
 
 
 def _state_table(facts: dict[str, Any]) -> str:
-    totals: dict[tuple[str, str], list[int]] = {}
+    totals: dict[tuple[str, str, str], list[int]] = {}
     for param in facts["params"].values():
         for key, state in param["states"].items():
-            total = totals.setdefault((key, state["dtype"]), [0, 0])
+            total = totals.setdefault((key, state["dtype"], state["codec"]), [0, 0])
             total[0] += 1
             total[1] += state["bytes"]
-    rows = [("state", "dtype", "parameters", "bytes")]
-    for (key, dtype), (count, num_bytes) in totals.items():
-        rows.append((key, dtype, str(count), format_bytes(num_bytes)))
+    rows = [("state", "dtype", "codec", "parameters", "bytes")]
+    for (key, dtype, codec), (count, num_bytes) in totals.items():
+        rows.append((key, dtype, codec, str(count), format_bytes(num_bytes)))
     return align(rows)
 
 

@@ -24,12 +24,11 @@ from optstream.cli.parser import (
     window_size,
 )
 from optstream.cli.plan_text import facts, sentence, text
-from optstream.training.config import DTYPES
+from optstream.training.config import CODECS, DTYPES
 
 SUMMARY = "say what a model's state would cost on a drive, in memory and in time"
 OPTIMIZERS = ("muon", "adamw", "sgd")
 DEVICES = ("cuda", "cpu")
-CODECS = ("exact", "split", "bf16", "bf16-stochastic", "int8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

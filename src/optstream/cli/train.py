@@ -16,7 +16,14 @@ from optstream.cli.parser import (
     whole_number,
     window_size,
 )
-from optstream.training.config import DTYPES, OPTIMIZERS, STORES, STORES_ON_DRIVE, TrainConfig
+from optstream.training.config import (
+    CODECS,
+    DTYPES,
+    OPTIMIZERS,
+    STORES,
+    STORES_ON_DRIVE,
+    TrainConfig,
+)
 from optstream.training.packages import require_modules
 from optstream.training.stop import Stopped, StopRequest
 from optstream.units import format_bytes
@@ -130,6 +137,12 @@ def _add_state_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE|PERCENT|auto",
         help="state that stays in memory between steps, beside the windows: 8GiB, 25%% of the "
         "state, or auto for what can be spared" + _default("ram"),
+    )
+    group.add_argument(
+        "--codec",
+        choices=CODECS,
+        help="how the state is stored: split needs fewer bytes for masters of bfloat16 and is as "
+        "exact; the others round moments, too (docs/codecs.md)" + _default("codec"),
     )
 
 
@@ -250,7 +263,8 @@ def _check_usage(args: argparse.Namespace) -> None:
     store = args.store or TrainConfig.store
     if store not in STORES_ON_DRIVE and args.state_dir is not None:
         args.parser.error(f"--state-dir does nothing with --store {store}; leave one of them out")
-    for flag, value in (("--window", args.window_bytes), ("--ram", args.ram)):
+    flags = (("--window", args.window_bytes), ("--ram", args.ram), ("--codec", args.codec))
+    for flag, value in flags:
         if store == "none" and value is not None:
             args.parser.error(f"{flag} does nothing with --store none; leave one of them out")
     if args.optimizer == "adamw":

@@ -125,3 +125,12 @@ class Codec(ABC):
 def rows(values: Tensor, block: int) -> Tensor:
     """Return whole blocks as rows, or less than one block as a row."""
     return values.view(-1, min(block, max(1, values.numel())))
+
+
+def in_memory_order(param: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a parameter's elements as its state has them: flat, in the order of these strides."""
+    if param.stride() != stride:  # it was moved into another memory format since
+        param = torch.empty_strided(
+            param.shape, stride, dtype=param.dtype, device=param.device
+        ).copy_(param)
+    return param.as_strided((param.numel(),), (1,))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ BLOCK = 4096
 TIE = 0x8000
 NO_ESCAPE = 0x10000
 """No code, so that it equals none."""
+
+_CHECKED_AT_ONCE = 2**20
 
 
 class Split(Codec):
@@ -75,6 +78,23 @@ class Split(Codec):
                 rows(values.view(torch.int32), BLOCK), rows(codes, BLOCK), escapes, escaped
             )
         return any_changed
+
+
+def fits_parameter(parts: Sequence[Tensor], rounded: Tensor) -> bool:
+    """Tell whether split masters were stored with this parameter; nothing is decoded.
+
+    Args:
+        parts: of the extent.
+        rounded: flat bfloat16, on the same device.
+    """
+    work = torch.empty(_CHECKED_AT_ONCE, dtype=torch.float32, device=rounded.device)
+    whole = len(rounded) // BLOCK * BLOCK
+    bounds = [*range(0, whole, _CHECKED_AT_ONCE), *([whole] if whole else []), len(rounded)]
+    return all(
+        torch.equal(parts[2][start // BLOCK : -(-stop // BLOCK)], digest(rounded[start:stop], work))
+        for start, stop in pairwise(bounds)
+        if stop > start
+    )
 
 
 def digest(rounded: Tensor, work: Tensor) -> Tensor:

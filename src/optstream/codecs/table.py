@@ -10,6 +10,9 @@ from optstream.codecs.split import Split
 EXACT = "exact"
 """The values themselves: no codec at all, and no copy."""
 
+SPLIT = "split"
+"""Of masters; it needs the parameter to decode."""
+
 CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Split(), Bf16(), StochasticBf16(), SignedInt8(), PositiveInt8())
 }

@@ -8,6 +8,7 @@ once for different byte ranges; a store starts no thread.
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -133,6 +134,11 @@ class Store(ABC):
     """True: the state is updated where `view` shows it, in pages of a file, which the kernel may
     write back and reclaim; `prepare_write` and `bring_in` come before, `write_back` behind."""
 
+    @property
+    def folder(self) -> Path:
+        """Where other files beside the state may be made for a while."""
+        return Path(tempfile.gettempdir())
+
     @abstractmethod
     def reserve(self, files: Sequence[WindowFile]) -> None:
         """Make room for more windows, after those already reserved, and write their headers.
@@ -195,8 +201,8 @@ class Store(ABC):
             WindowWriteError: there is none, and the drive refuses one.
         """
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
-        """Take files, with their digests as in FrozenFile, as what these windows hold, frozen.
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
+        """Take the files of a checkpoint as what these windows hold, frozen.
 
         No bytes move; digests are checked when pieces are first read.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from errno import EINVAL, EISDIR, ENOENT, ENOSYS, EOPNOTSUPP
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 from optstream.errors import WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
-from optstream.store.base import PAGE_BYTES, WindowFile
+from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
 from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
 from optstream.store.live import LiveFile, aligned
@@ -149,10 +149,10 @@ class Drive:
         elif align_bytes is not None and align_bytes > PAGE_BYTES:
             self._use_page_cache(f"direct I/O needs an alignment of {align_bytes} bytes", live)
 
-    def adopt(self, path: Path, file: WindowFile, digests: Mapping[int, int]) -> LiveFile | None:
-        """Open a checkpoint's file as a frozen one, if it is just like `file`; None otherwise."""
+    def adopt(self, frozen: FrozenFile, file: WindowFile) -> LiveFile | None:
+        """Open a checkpoint's file anew, frozen, if it is just like `file`; None otherwise."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(f"/proc/self/fd/{frozen.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         found = os.fstat(fd)
@@ -160,8 +160,8 @@ class Drive:
         if not fits or os.pread(fd, len(file.header), 0) != file.header:
             os.close(fd)
             return None
-        live = LiveFile(fd, None, str(path), len(file.header), direct=False)
-        live.adopted, live.digests = True, dict(digests)
+        live = LiveFile(fd, None, frozen.name, len(file.header), direct=False)
+        live.adopted, live.digests = True, dict(frozen.digests)
         if self._direct:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from errno import EIO
-from pathlib import Path
 
 import xxhash
 
@@ -101,7 +100,7 @@ class Mapped(OnDrive):
             self._take_digests(window)
         return super().freeze(windows)
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
         if not super().adopt(files):
             return False
         for window in files:

@@ -129,12 +129,11 @@ class OnDrive(Store):
         self._held.live[window] = self._held.spares.pop(window)
         return frozen
 
-    def adopt(self, files: Mapping[int, tuple[Path, Mapping[int, int]]]) -> bool:
+    def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
         self._check_usable()
         adopted: dict[int, LiveFile] = {}
-        for window, (path, digests) in files.items():
-            drive = self._drives[self.drive(window)]
-            live = drive.adopt(path, self._specs[window], digests)
+        for window, frozen in files.items():
+            live = self._drives[self.drive(window)].adopt(frozen, self._specs[window])
             if live is None:
                 for other in adopted.values():
                     other.abandon()
@@ -147,6 +146,10 @@ class OnDrive(Store):
             else:
                 self._held.spares[window] = own
         return True
+
+    @property
+    def folder(self) -> Path:
+        return self._drives[0].directory
 
     @property
     def num_drives(self) -> int:

@@ -12,6 +12,7 @@ STORES: tuple[Store, ...] = ("direct", "mapped", "memory", "none")
 STORES_ON_DRIVE: tuple[Store, ...] = ("direct", "mapped")
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 OPTIMIZERS = ("muon", "adamw")
+CODECS = ("exact", "split", "bf16", "bf16-stochastic", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class TrainConfig:
     """State that is in memory together, at most, bytes."""
     ram: int | str = 0
     """State that stays in memory between steps: bytes, "8GiB", "25%" of the state, or "auto"."""
+    codec: str = "exact"
+    """How the state is stored; one of CODECS. The seed is that of random rounding, too."""
     steps: int = 100
     batch_size: int = 16
     """Sequences a step."""

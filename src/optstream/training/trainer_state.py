@@ -20,8 +20,8 @@ from optstream.training.tokens import TokenData
 
 FORMAT = "optstream train"
 VERSION = 1
-_FREE = ("steps", "text")
-"""Settings that a resumed run may change: the schedule's length, and where the text is."""
+_FREE = ("steps", "text", "codec")
+"""What a resumed run may change: the schedule's length, where the text is, how state is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,35 @@ def read_trainer_state(path: Path) -> TrainerState:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} is no file of optstream train: {error!r}") from error
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or version < 1:
+        raise FormatError(f"{path} is no file of optstream train: version {version!r}")
+    if version > VERSION:
         raise FormatError(f"{path} has version {version}, this reads {VERSION}; update optstream")
     body = text.split(', "body": ', 1)[-1].rstrip()[:-1]
     if xxhash.xxh3_64_hexdigest(body.encode()) != document.get("xxh3"):
         raise FormatError(f"{path} was changed after it was written: its digest does not fit")
     try:
         values = document["body"]
-        return TrainerState(**{**values, "rng": decode(values["rng"], str(path))})
+        state = TrainerState(**{**values, "rng": decode(values["rng"], str(path))})
+        _check(state)
+        return state
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{path} is malformed: {error!r}") from error
+
+
+def _check(state: TrainerState) -> None:
+    kinds = {
+        "step": int,
+        "settings": dict,
+        "tokens": str,
+        "loss_before": int | float,
+        "rng": torch.Tensor,
+        "weights_xxh3": str,
+        "versions": dict,
+    }
+    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(state, name), kind)]
+    if wrong or isinstance(state.step, bool) or state.step < 0:
+        raise ValueError(f"{wrong[0] if wrong else 'step'} cannot be what it says")
 
 
 def versions() -> dict[str, str]:
@@ -101,6 +120,7 @@ def settings(config: TrainConfig, rates: Rates) -> dict[str, Any]:
         "eval_tokens": config.eval_tokens,
         "dtype": config.dtype,
         "seed": config.seed,
+        "codec": config.codec,
     }
 
 

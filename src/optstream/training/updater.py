@@ -170,6 +170,8 @@ class Streamed:
         window_bytes: int,
         ram: int | str,
         ranks: Ranks,
+        codec: str,
+        seed: int,
     ) -> None:
         self.optimizer = optstream.offload(
             build(),
@@ -179,6 +181,8 @@ class Streamed:
             ram=ram,
             store=store,
             process_group=process_group(ranks),
+            codec=codec,
+            codec_seed=seed,
         )
         self.plan = self.optimizer.plan
 
@@ -225,4 +229,6 @@ def make_updater(
         window_bytes=config.window_bytes,
         ram=config.ram,
         ranks=ranks,
+        codec=config.codec,
+        seed=config.seed,
     )

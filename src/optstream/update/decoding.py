@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optstream.codecs import CODECS, EXACT, Coder, Encoded, Place
+from optstream.codecs import CODECS, EXACT, Coder, Encoded, Place, in_memory_order
 from optstream.plan import MASTER, SCRATCH_ALIGNMENT, Extent, Piece, aligned
 from optstream.update.views import extent_view, part_of
 
@@ -91,15 +91,6 @@ def encoded_extent(buffer: Tensor, extent: Extent, start: int = 0) -> Encoded:
     """Return the encoded values of an extent of a window's data, without a copy."""
     data = buffer[extent.offset : extent.offset + extent.num_bytes]
     return Encoded.of(CODECS[extent.codec], data, extent.numel, start)
-
-
-def in_memory_order(param: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a parameter's elements as its state has them: flat, in the order of these strides."""
-    if param.stride() != stride:  # it was moved into another memory format since
-        param = torch.empty_strided(
-            param.shape, stride, dtype=param.dtype, device=param.device
-        ).copy_(param)
-    return param.as_strided((param.numel(),), (1,))
 
 
 def stored_values(data: Tensor, extent: Extent, piece: Piece, param: Tensor) -> Tensor:

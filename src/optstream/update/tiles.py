@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optstream.codecs import Place, salt
+from optstream.codecs import Place, in_memory_order, salt
 from optstream.params import Bound
 from optstream.plan import MASTER, Extent, ParamSpec, Piece, Plan, Temporaries, Window
-from optstream.update.decoding import Decoded, Scratch, encoded_extent, in_memory_order, tile_views
+from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy
 from optstream.update.views import GradientScratch, extent_view, part_of

@@ -142,8 +142,9 @@ class Updater:
 
     def _step_without_gradients(self, indices: Sequence[int]) -> None:
         groups = {index: self._window_group(index, []) for index in indices}
-        for group in groups.values():
-            group["params"] = [nn.Parameter(torch.empty(1, device="meta"))]
+        for index, group in groups.items():
+            if self._optimizer.param_groups[index]["params"]:  # some rules pass over empty groups
+                group["params"] = [nn.Parameter(torch.empty(1, device="meta"))]
         with torch.no_grad():
             self._step_on(groups, defaultdict(dict))
 
