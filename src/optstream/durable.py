@@ -53,6 +53,27 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def make_directories(path: Path) -> list[Path]:
+    """Make a directory and the parents it lacks, for their owner alone, their names on the drive.
+
+    Returns:
+        those that were made, outermost first.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    made: list[Path] = []
+    missing = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    for directory in reversed(missing):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            continue  # another process was faster
+        sync(directory.parent)
+        made.append(directory)
+    return made
+
+
 def remove_directory(path: Path) -> None:
     """Remove a directory so that no part of it is ever seen under its own name.
 
@@ -64,6 +85,7 @@ def remove_directory(path: Path) -> None:
         if doomed.exists():
             shutil.rmtree(doomed)
         path.rename(doomed)
+        sync(path.parent)
         shutil.rmtree(doomed)
     except OSError as error:
         raise failed("remove", path, error) from error

@@ -11,12 +11,12 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, overload
 
 import torch
 from torch.optim import Optimizer
 
+from optstream.checkpoint.directory import checkpoint_path
 from optstream.checkpoint.match import by_name
 from optstream.distributed.agreement import check_same
 from optstream.distributed.place import Place, release
@@ -230,7 +230,7 @@ class StreamedOptimizer(Optimizer):
         """
         self._check_whole()
         self._check_alone("save()")
-        self._saver.save(Path(path), self._reporter.next_step - 1)
+        self._saver.save(checkpoint_path(path), self._reporter.next_step - 1)
         if wait:
             self._saver.background.wait()
         return self._saver.background
@@ -255,7 +255,7 @@ class StreamedOptimizer(Optimizer):
         self._check_open()
         self._check_alone("load()")
         self._saver.background.wait()
-        self._reporter.resume(self._loader.load(Path(path), strict=strict, check=check))
+        self._reporter.resume(self._loader.load(checkpoint_path(path), strict=strict, check=check))
 
     # -- lifetime ----------------------------------------------
 

@@ -35,11 +35,10 @@ class Saver:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
         """
         self.background.wait()
-        target = path.absolute()
-        check_target(target)
-        check_space(target, self.freezer.bytes_off(existing_parent(target)))
+        check_target(path)
+        check_space(path, self.freezer.bytes_off(existing_parent(path)))
         snapshot = self.freezer.snapshot(step)
-        self.background.start(partial(publish, snapshot, target))
+        self.background.start(partial(publish, snapshot, path))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""

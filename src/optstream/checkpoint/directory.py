@@ -11,23 +11,39 @@ durable.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-import stat
 from pathlib import Path
 
 from optstream import durable
-from optstream.checkpoint.manifest import Manifest
+from optstream.checkpoint.inside import list_inside, open_inside, read_inside
+from optstream.checkpoint.manifest import Manifest, StoredWindow
 from optstream.checkpoint.placing import pieces, place
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.checkpoint.staging import MANIFEST, commit, replaced_path, staged
-from optstream.errors import CheckpointError, OutOfSpaceError, StoreError
+from optstream.checkpoint.staging import MANIFEST, commit, find_foreign, replaced_path, staged
+from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError, StoreError
 from optstream.store.base import FrozenFile
 from optstream.store.live import check_digest
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """Return a given path as an absolute one.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{path!r} is no path; give that of a directory")
+    absolute = Path(text).absolute()
+    if absolute.name in ("", ".."):
+        raise ConfigError(f"{path} has no name of its own; give the path of a new directory")
+    return absolute
 
 
 def check_target(path: Path) -> None:
@@ -36,13 +52,30 @@ def check_target(path: Path) -> None:
     Raises:
         StoreError: something else than a checkpoint is there, or it cannot be written.
     """
-    is_checkpoint = (path / MANIFEST).is_file()
-    is_empty = path.is_dir() and not any(path.iterdir())
-    if path.exists() and not is_checkpoint and not is_empty:
-        raise StoreError(errno.EEXIST, f"{path} is there and is no checkpoint; choose another path")
+    foreign = ""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(replaced_path(path))  # the longest name that a save needs
+        with contextlib.suppress(FileNotFoundError):
+            foreign = find_foreign(path) or _unmarked(path)
+    except NotADirectoryError:
+        foreign = "a file"
+    except OSError as error:
+        raise durable.failed("save to", path, error) from error
+    if foreign:
+        raise StoreError(
+            errno.EEXIST,
+            f"{path} is there and is no checkpoint alone: it has {foreign}; choose another path, "
+            "and keep other files beside a checkpoint, not in it",
+        )
     parent = existing_parent(path)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StoreError(errno.EACCES, f"cannot save to {path}: {parent} is not writable")
+
+
+def _unmarked(path: Path) -> str:
+    names = list(list_inside(path))
+    return f"{names[0]} but no {MANIFEST}" if names and MANIFEST not in names else ""
 
 
 def existing_parent(path: Path) -> Path:
@@ -82,8 +115,7 @@ def _publish(snapshot: Snapshot, manifest: bytes, path: Path) -> None:
     with staged(path) as staging:
         for window, file in snapshot.files.items():
             target = staging / snapshot.manifest.windows[window].file
-            if not target.parent.is_dir():
-                target.parent.mkdir(mode=0o700)
+            durable.make_directories(target.parent)
             place(file, target)
         for folder in {(staging / window.file).parent for window in snapshot.manifest.windows}:
             if folder.is_dir():
@@ -96,24 +128,55 @@ def _publish(snapshot: Snapshot, manifest: bytes, path: Path) -> None:
 def open_checkpoint(path: Path) -> Snapshot:
     """Open a checkpoint; its structure is checked, its bytes are not read (see `verify`).
 
+    All of it comes from one directory, also when another save takes its place meanwhile.
+
     Raises:
         CheckpointError: no checkpoint there, or a file is missing, truncated or another one.
         FormatError: the manifest is damaged or newer.
     """
+    while True:
+        present = _present(path)
+        try:
+            directory = os.open(present, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} is no checkpoint: {error.strerror}") from error
+        try:
+            return _read(directory, present)
+        except CheckpointError:
+            if _leads_to(present, directory):
+                raise
+            # it was replaced, and is being removed; the new one is whole
+        finally:
+            os.close(directory)
+
+
+def _present(path: Path) -> Path:
     replaced = replaced_path(path)
-    if not path.exists() and (replaced / MANIFEST).is_file():
-        log.warning("%s is gone, a save was killed while it replaced it; using %s", path, replaced)
-        path = replaced
-    manifest_path = path / MANIFEST
     try:
-        data = manifest_path.read_bytes()
+        if path.exists() or not (replaced / MANIFEST).is_file():
+            return path
+    except OSError:
+        return path  # to say so where it is opened
+    log.warning("%s is gone, a save was killed while it replaced it; using %s", path, replaced)
+    return replaced
+
+
+def _leads_to(path: Path, directory: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(directory))
+    return False
+
+
+def _read(directory: int, path: Path) -> Snapshot:
+    try:
+        data = read_inside(directory, MANIFEST)
     except OSError as error:
         raise CheckpointError(
-            f"{path} is no checkpoint: {manifest_path.name} cannot be read ({error.strerror})"
+            f"{path} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})"
         ) from error
-    manifest = Manifest.from_json(data, str(manifest_path))
+    manifest = Manifest.from_json(data, str(path / MANIFEST))
     files = {
-        index: _open_window(path, window.file, window.header_bytes, window.data_bytes)
+        index: _open_window(directory, path, window)
         for index, window in enumerate(manifest.windows)
         if window.file
     }
@@ -124,6 +187,17 @@ def open_checkpoint(path: Path) -> Snapshot:
         header = os.pread(file.fd, file.header_bytes, 0)
         check_digest(memoryview(header), file.digests[-file.header_bytes], file.name, 0)
     return Snapshot(manifest, files, path)
+
+
+def check_alone(snapshot: Snapshot) -> None:
+    """Raise CheckpointError if a checkpoint has files that no save put there."""
+    assert snapshot.directory is not None
+    listed = {MANIFEST, *(window.file for window in snapshot.manifest.windows)}
+    for name in list_inside(snapshot.directory):
+        if name not in listed:
+            raise CheckpointError(
+                f"{snapshot.directory} has {name}, which is no part of it; move it away"
+            )
 
 
 def verify(snapshot: Snapshot) -> None:
@@ -139,29 +213,16 @@ def verify(snapshot: Snapshot) -> None:
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _open_window(checkpoint: Path, name: str, header_bytes: int, data_bytes: int) -> FrozenFile:
-    path = checkpoint / name
+def _open_window(directory: int, checkpoint: Path, window: StoredWindow) -> FrozenFile:
+    path = checkpoint / window.file
     try:
-        fd = _open_inside(path)
+        fd = open_inside(directory, window.file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-    file = FrozenFile(fd, str(path), header_bytes, data_bytes, {})
+    file = FrozenFile(fd, str(path), window.header_bytes, window.data_bytes, {})
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no ordinary file")
     if found.st_size != file.file_bytes:
         raise CheckpointError(
             f"{path} has {found.st_size} bytes, the manifest says {file.file_bytes}; truncated?"
         )
     return file
-
-
-def _open_inside(path: Path) -> int:
-    """Open a window's file; neither it nor its directory may be a link that leads elsewhere."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    directory = os.open(path.parent, flags | os.O_DIRECTORY)
-    try:
-        # a FIFO in place of a file would be waited for
-        return os.open(path.name, flags | os.O_NONBLOCK, dir_fd=directory)
-    finally:
-        os.close(directory)

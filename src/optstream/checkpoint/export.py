@@ -67,7 +67,7 @@ def export(checkpoint: Path, target: Path, *, force: bool = False) -> int:
     _check_space(target, exported_bytes + decoded_bytes)
     directory.verify(snapshot)
     staging = target.with_name(target.name + durable.TEMPORARY)
-    write = _write_torch if target.suffix in TORCH_SUFFIXES else _write_safetensors
+    write = _write_torch if target.suffix.lower() in TORCH_SUFFIXES else _write_safetensors
     try:
         write(snapshot, staging)
         _commit(staging, target, force)
@@ -106,6 +106,8 @@ def _exported_bytes(snapshot: Snapshot) -> tuple[int, int]:
 
 def _check_target(target: Path, force: bool) -> None:
     staging = target.with_name(target.name + durable.TEMPORARY)
+    if target.name in ("", ".."):
+        raise ConfigError(f"cannot export to {target}: it has no name of its own; give a new path")
     if not target.parent.is_dir():
         raise ConfigError(f"cannot export to {target}: {target.parent} is missing; make it first")
     if target.suffix == ".safetensors":
@@ -121,7 +123,7 @@ def _check_target(target: Path, force: bool) -> None:
         return
     if not force:
         raise ConfigError(f"{target} is there; give another path, or --force to replace it")
-    wants_file = target.suffix in TORCH_SUFFIXES
+    wants_file = target.suffix.lower() in TORCH_SUFFIXES
     if wants_file != target.is_file() or not (wants_file or (target / INDEX).is_file()):
         raise ConfigError(f"{target} is no export, so it is not replaced; give another path")
 

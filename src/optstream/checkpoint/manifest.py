@@ -39,7 +39,9 @@ FORMAT = "optstream"
 VERSION = 2
 """2: some tensors have a codec; where none has, the manifest is of version 1."""
 _BODY, _END = ', "body": ', "}\n"
-_FILE = re.compile(r"rank\d{5}/window\d{5,}\.safetensors", re.ASCII)
+MARK = f'{{"format": "{FORMAT}"'.encode()
+"""How every manifest begins."""
+WINDOW_FILE = re.compile(r"rank\d{5}/window\d{5,}\.safetensors", re.ASCII)
 _MAX_BYTES = 2**62
 _MAX_PIECE_BYTES = 2**30
 
@@ -326,7 +328,7 @@ def _check_kept(name: str, param: StoredParam) -> None:
 def _check_window(window: StoredWindow, piece_bytes: int) -> None:
     if not window.file:
         return
-    if not _FILE.fullmatch(window.file):
+    if not WINDOW_FILE.fullmatch(window.file):
         raise ValueError(f"{window.file!r} is no window's file in a checkpoint")
     sizes = (window.header_bytes, window.data_bytes, piece_bytes)
     if any(size % PAGE_BYTES or not 0 <= size <= _MAX_BYTES for size in sizes):

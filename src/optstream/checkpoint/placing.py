@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from optstream import durable
-from optstream.errors import OutOfSpaceError, StoreError, WindowReadError
+from optstream.errors import StoreError, WindowReadError
 from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.store.live import check_digest
 from optstream.units import format_bytes
@@ -49,13 +49,8 @@ def _copy(file: FrozenFile, target: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        kind = OutOfSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-        raise kind(
-            error.errno,
-            f"cannot copy {format_bytes(file.file_bytes)} to {target}: {error.strerror}",
-        ) from error
+        verb = f"copy {format_bytes(file.file_bytes)} to"
+        raise durable.failed(verb, target, error) from error
     finally:
         os.close(fd)
 

@@ -12,24 +12,24 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from optstream import durable
+from optstream.checkpoint.inside import list_inside, read_inside
+from optstream.checkpoint.manifest import MARK, WINDOW_FILE
 from optstream.errors import StoreError
 
 MANIFEST = "manifest.json"
-_RANK = re.compile(r"rank\d{5}", re.ASCII)
 log = logging.getLogger("optstream")
 
 
 @contextlib.contextmanager
 def staged(path: Path) -> Iterator[Path]:
     """Make and hold PATH.tmp; it is removed unless it was renamed away."""
-    staging = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    staging = path.with_name(path.name + durable.TEMPORARY)
+    durable.make_directories(path.parent)
     lock = None
     while lock is None:
         try:
@@ -75,7 +75,7 @@ def _remove_dead(staging: Path, path: Path) -> None:
             raise StoreError(errno.EBUSY, f"another process is saving to {path}; choose another")
         return
     try:
-        if not _is_ours(staging):
+        if find_foreign(staging):
             raise StoreError(
                 errno.EEXIST,
                 f"a save to {path} needs the name {staging}, where something else is; move it away",
@@ -86,10 +86,28 @@ def _remove_dead(staging: Path, path: Path) -> None:
         os.close(lock)
 
 
-def _is_ours(directory: Path) -> bool:
-    """Tell whether there is nothing in a directory but what a checkpoint, whole or not, has."""
-    names = [entry.name for entry in directory.iterdir()]
-    return all(name == MANIFEST or _RANK.fullmatch(name) for name in names)
+def find_foreign(directory: Path) -> str:
+    """Return the first name in a directory that no save, finished or not, put there; "" if none.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for name in list_inside(directory):
+        if not (name == MANIFEST and _is_marked(directory)) and not WINDOW_FILE.fullmatch(name):
+            return name
+    return ""
+
+
+def _is_marked(directory: Path) -> bool:
+    """Tell whether its manifest is ours, or the beginning of one."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        start = read_inside(fd, MANIFEST, len(MARK))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return MARK.startswith(start)
 
 
 def _lock(directory: Path) -> int | None:
@@ -120,7 +138,7 @@ def _remove(replaced: Path) -> None:
     lock = _lock(replaced)
     if lock is None:
         return
-    if _is_ours(replaced):
+    if not find_foreign(replaced):
         shutil.rmtree(replaced, ignore_errors=True)
     if _is_at(lock, replaced):
         log.warning("%s, which was replaced, could not be removed", replaced)
