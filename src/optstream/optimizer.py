@@ -20,7 +20,6 @@ from optstream.checkpoint.directory import checkpoint_path
 from optstream.checkpoint.match import by_name
 from optstream.distributed.agreement import check_same
 from optstream.distributed.place import Place, release
-from optstream.distributed.shards import here
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.loading import Loader
 from optstream.plan import Plan
@@ -155,11 +154,7 @@ class StreamedOptimizer(Optimizer):
         """Move what the optimizer has in memory to the store."""
         params = {index: self._state.roster.param(index) for index in range(len(self.plan.params))}
         kept = self._optimizer.state
-        existing = {
-            index: {key: here(value) for key, value in kept[p].items()}
-            for index, p in params.items()
-            if kept.get(p)
-        }
+        existing = {index: dict(kept[p]) for index, p in params.items() if kept.get(p)}
         if existing:
             self._state.put(existing)
         self._optimizer.state.clear()
@@ -270,6 +265,7 @@ class StreamedOptimizer(Optimizer):
         self.close()
 
     def _check_open(self) -> None:
+        self._state.stream.check_process()
         if not self._finalizer.alive:
             raise ClosedError(
                 "this optimizer is closed and its files are gone; wrap one again with offload()"

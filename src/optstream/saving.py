@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optstream.checkpoint.directory import check_space, check_target, existing_parent, publish
+from optstream.distributed.shards import here
 from optstream.freezing import Freezer
 from optstream.state import StreamedState
 from optstream.stream.background import Background
@@ -47,4 +48,4 @@ class Saver:
         planned = [
             (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
         ]
-        return {param: snapshot.state(spec.name, param, folder) for param, spec in planned}
+        return {param: snapshot.state(spec.name, here(param), folder) for param, spec in planned}
