@@ -19,7 +19,7 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import StateChangedError
 from optstream.layout import hyperparameters
 from optstream.state import StreamedState
-from optstream.store.base import PIECE_BYTES
+from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.update import working_copy
 
 
@@ -52,21 +52,22 @@ class Freezer:
         manifest = Manifest(
             optimizer=f"{kind.__module__}.{kind.__qualname__}",
             step=step,
-            world_size=1,
+            rank_windows=(state.plan.num_windows,),
             piece_bytes=PIECE_BYTES,
             groups=tuple(self._groups()),
             params=dict(self._params()),
             windows=tuple(
-                StoredWindow(
-                    file=f"rank00000/window{window:05d}.safetensors" if window in files else "",
-                    header_bytes=files[window].header_bytes if window in files else 0,
-                    data_bytes=state.plan.windows[window].data_bytes,
-                    digests=files[window].ordered_digests() if window in files else (),
-                )
-                for window in range(state.plan.num_windows)
+                self._window(window, files.get(window)) for window in range(state.plan.num_windows)
             ),
         )
         return Snapshot(manifest, files, directory=None)
+
+    def _window(self, window: int, file: FrozenFile | None) -> StoredWindow:
+        data_bytes = self._state.plan.windows[window].data_bytes
+        if file is None:
+            return StoredWindow("", 0, data_bytes, ())
+        name = f"rank{self._state.ranks.rank:05d}/window{window:05d}.safetensors"
+        return StoredWindow(name, file.header_bytes, data_bytes, file.ordered_digests())
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for group, names in zip(

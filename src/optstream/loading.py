@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from optstream.checkpoint.conversion import check_weights, report_conversions
 from optstream.checkpoint.directory import open_checkpoint, verify
+from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import check_class, check_groups, compare, fitting
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.shards import here
-from optstream.errors import CheckpointError, WindowIOError
+from optstream.errors import CheckpointError, RankError, WindowIOError
 from optstream.layout import Shell, hyperparameters
 from optstream.state import StreamedState
 from optstream.store.base import PIECE_BYTES
@@ -44,24 +45,54 @@ class Loader:
             CheckpointError: not a whole checkpoint, or it does not fit; nothing was changed.
             WindowReadError: bytes are not what was written.
         """
-        snapshot = open_checkpoint(path)
-        manifest, source = snapshot.manifest, f"checkpoint {path}"
-        check_class(source, manifest.optimizer, self._optimizer, strict)
-        outlines = {name: snapshot.outline(name) for name in manifest.params}
-        shapes = {name: param.shape for name, param in manifest.params.items()}
-        given = self.check(source, manifest.groups, outlines, strict, shapes)
-        weights = self._split_weights(given)
-        check_weights(source, snapshot, weights, strict)
-        if check:
-            verify(snapshot)
-        if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
-            if not check:
-                verify(snapshot)
-            report_conversions(source, manifest, self._state.plan.params)
-            folder = self._state.store.folder
-            states = {name: snapshot.state(name, weights.get(name), folder) for name in given}
-            self.put(source, manifest.groups, states)
+        source = f"checkpoint {path}"
+        with self._state.ranks.together():
+            snapshot = open_checkpoint(path)
+            manifest = snapshot.manifest
+            check_class(source, manifest.optimizer, self._optimizer, strict)
+            outlines = {name: snapshot.outline(name) for name in manifest.params}
+            shapes = {name: param.shape for name, param in manifest.params.items()}
+            given = self.check(source, manifest.groups, outlines, strict, shapes)
+            weights = self._split_weights(given)
+            check_weights(source, snapshot, weights, strict)
+            if check:
+                verify(snapshot, self._windows_needed(manifest))
+        with self.on_all_ranks(source):
+            if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
+                if not check:
+                    verify(snapshot, self._windows_needed(manifest))
+                self._copy(source, snapshot, given, weights)
         return manifest.step
+
+    def _copy(
+        self, source: str, snapshot: Snapshot, given: States, weights: Mapping[str, Tensor]
+    ) -> None:
+        report_conversions(source, snapshot.manifest, self._state.plan.params)
+        folder = self._state.store.folder
+        mine = [spec.name for spec in self._state.plan.params if spec.name in given]
+        states = {name: snapshot.state(name, weights.get(name), folder) for name in mine}
+        self.put(source, snapshot.manifest.groups, states)
+
+    def _windows_needed(self, manifest: Manifest) -> set[int]:
+        """Return the windows of a checkpoint that hold what this rank keeps."""
+        stored = (manifest.params.get(spec.name) for spec in self._state.plan.params)
+        return {
+            piece.window
+            for param in stored
+            if param is not None
+            for tensor in param.tensors.values()
+            for piece in tensor.pieces
+        }
+
+    @contextlib.contextmanager
+    def on_all_ranks(self, source: str) -> Iterator[None]:
+        """Replace the state in a block; where that fails on one rank, no rank goes on with it."""
+        try:
+            with self._state.ranks.together():
+                yield
+        except RankError:
+            self._state.broken = self._state.broken or _broken(source)
+            raise
 
     def _split_weights(self, given: States) -> dict[str, Tensor]:
         """Return, by name, the parameters that split masters may belong to."""
@@ -90,7 +121,9 @@ class Loader:
         known = {name for group in names for name in group}
         self._state.extend({name for name, state in states.items() if state and name in known})
         self._state.roster.check_whole(source)
-        differences = compare(self._state.plan.params, states, list(known), shapes)
+        elsewhere = self._state.roster.kept_elsewhere()
+        mine = {name: state for name, state in states.items() if name not in elsewhere}
+        differences = compare(self._state.plan.params, mine, list(known), shapes)
         differences.settle(source, strict)
         return {name: state for name, state in states.items() if name not in differences.unfit}
 
@@ -156,11 +189,15 @@ class Loader:
         taken = self._of_today(source, manifest.groups, {})
         with contextlib.suppress(WindowIOError):  # of the state that is about to go
             self._state.stream.drain()
+        mine = manifest.windows_of(self._state.ranks.rank)
+        files = {
+            window - mine.start: file for window, file in snapshot.files.items() if window in mine
+        }
         before, self._state.broken = self._state.broken, _broken(source)
-        if not self._state.store.adopt(snapshot.files):
+        if not self._state.store.adopt(files):
             self._state.broken = before
             return False
-        self._state.stream.replace(snapshot.files)
+        self._state.stream.replace(files)
         self._state.start_anew(
             {index: _record(snapshot, spec.name) for index, spec in enumerate(plan.params)}
         )
@@ -173,7 +210,8 @@ class Loader:
         return (
             snapshot.directory is not None
             and manifest.piece_bytes == PIECE_BYTES
-            and len(manifest.windows) == self._state.plan.num_windows
+            and manifest.world_size == self._state.ranks.size
+            and len(manifest.windows_of(self._state.ranks.rank)) == self._state.plan.num_windows
         )
 
 

@@ -172,7 +172,11 @@ class StreamedOptimizer(Optimizer):
             OutOfSpaceError: no space for the second generation; training can go on.
         """
         self._check_whole()
-        self._check_alone("state_dict()")
+        if self._state.ranks.size > 1:
+            raise CheckpointError(
+                f"state_dict() on {self._state.ranks.size} ranks would have this rank's part only; "
+                "use save(), then load() on any number of ranks, or optstream export"
+            )
         self._state.extend()  # what was unfrozen meanwhile has an empty entry
         view = self.state
         self.state = self._saver.by_param(self._reporter.next_step - 1)  # type: ignore[assignment]
@@ -193,14 +197,15 @@ class StreamedOptimizer(Optimizer):
             CheckpointError: the state does not fit; nothing was changed.
         """
         self._check_open()
-        self._check_alone("load_state_dict()")
         self._saver.background.wait()
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups, states = by_name(state_dict, self._state.roster.group_names(), strict)
-        given = self._loader.check("the state_dict", groups, states, strict)
-        self._loader.put("the state_dict", groups, given)
+        with self._state.ranks.together():
+            groups, states = by_name(state_dict, self._state.roster.group_names(), strict)
+            given = self._loader.check("the state_dict", groups, states, strict)
+        with self._loader.on_all_ranks("the state_dict"):
+            self._loader.put("the state_dict", groups, given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -218,13 +223,14 @@ class StreamedOptimizer(Optimizer):
             wait: False copies in the background; the returned object's `wait()` gives errors. A
                 second save, a load and `close` wait for it first.
 
+        Several ranks call it together and make one checkpoint, which any number of them can load.
+
         Raises:
             OutOfSpaceError: no space for copies, or for the writes that follow; nothing was
                 changed.
             StoreError: the path cannot be used; what was there is still there.
         """
         self._check_whole()
-        self._check_alone("save()")
         self._saver.save(checkpoint_path(path), self._reporter.next_step - 1)
         if wait:
             self._saver.background.wait()
@@ -248,7 +254,6 @@ class StreamedOptimizer(Optimizer):
             WindowReadError: bytes are not what was written.
         """
         self._check_open()
-        self._check_alone("load()")
         self._saver.background.wait()
         self._reporter.resume(self._loader.load(checkpoint_path(path), strict=strict, check=check))
 
@@ -275,13 +280,6 @@ class StreamedOptimizer(Optimizer):
         self._check_open()
         if self._state.broken:
             raise CheckpointError(self._state.broken)
-
-    def _check_alone(self, what: str) -> None:
-        if self._state.ranks.size > 1:
-            raise CheckpointError(
-                f"{what} on {self._state.ranks.size} ranks, each with a part of the state, is not "
-                "in this version; save and load with process_group=None"
-            )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

@@ -86,6 +86,11 @@ class Roster:
             for g, group in enumerate(self._optimizer.param_groups)
         ]
 
+    def kept_elsewhere(self) -> set[str]:
+        """Return the names of parameters whose state only other ranks have."""
+        mine = {spec.name for spec in self.plan.params}
+        return {self.name(*place) for place in self.shares.places} - mine
+
     def param(self, index: int) -> Tensor:
         """Return today's parameter of an index in the plan."""
         spec = self.plan.params[index]

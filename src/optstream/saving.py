@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optstream.checkpoint.directory import check_space, check_target, existing_parent, publish
+from optstream.checkpoint.directory import check_space, check_target, existing_parent
+from optstream.checkpoint.merge import merged
+from optstream.checkpoint.publish import publish
+from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.shards import here
 from optstream.freezing import Freezer
 from optstream.state import StreamedState
@@ -17,7 +20,7 @@ from optstream.stream.background import Background
 
 
 class Saver:
-    """Makes checkpoints, one at a time.
+    """Makes checkpoints, one at a time; all ranks together.
 
     Attributes:
         background: the save that is under way, if any.
@@ -36,10 +39,17 @@ class Saver:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
         """
         self.background.wait()
-        check_target(path)
-        check_space(path, self.freezer.bytes_off(existing_parent(path)))
-        snapshot = self.freezer.snapshot(step)
-        self.background.start(partial(publish, snapshot, path))
+        ranks = self._state.ranks
+        with ranks.together():
+            check_target(path)
+            away_bytes = ranks.gather(self.freezer.bytes_off(existing_parent(path)))
+            check_space(path, sum(away_bytes))
+            snapshot = self.freezer.snapshot(step)
+        manifest = merged(ranks.gather(snapshot.manifest))
+        mine = manifest.windows_of(ranks.rank)
+        files = {mine[window]: file for window, file in snapshot.files.items()}
+        whole = Snapshot(manifest, files, directory=None)
+        self.background.start(partial(publish, whole, path, ranks.beside()))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""

@@ -11,6 +11,7 @@ import pytest
 from cli.saved import FAST
 from cli.test_signals import end, start_child, wait_for_step
 from optstream import durable
+from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError, OutOfSpaceError
 from optstream.training.checkpoint import Saves, open_saves, step_directories
 
@@ -122,10 +123,10 @@ def test_a_directory_that_cannot_be_made_is_refused(command, place, text, tmp_pa
 
 
 def test_two_runs_do_not_save_in_one_directory(tmp_path):
-    with open_saves(tmp_path / "s", None):
+    with open_saves(tmp_path / "s", None, Ranks(None)):
         with (
             pytest.raises(ConfigError, match="another run saves"),
-            open_saves(tmp_path / "s", None),
+            open_saves(tmp_path / "s", None, Ranks(None)),
         ):
             pass
         assert (tmp_path / "s").is_dir()
@@ -134,8 +135,8 @@ def test_two_runs_do_not_save_in_one_directory(tmp_path):
 
 def test_checkpoints_that_will_not_fit_are_refused_before_the_first_step(command, place, text):
     with pytest.raises(OutOfSpaceError, match=r"3 checkpoints of 1.0 PiB|3 checkpoints of 1024"):
-        Saves(place, keep=2).check_room(10, 2**50)
-    Saves(place, keep=2).check_room(10, 1)
+        Saves(place, 2, Ranks(None)).check_room(10, 2**50)
+    Saves(place, 2, Ranks(None)).check_room(10, 1)
 
 
 def test_a_signal_saves_what_was_done(command, place, text):

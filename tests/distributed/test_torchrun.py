@@ -36,7 +36,11 @@ def torchrun(size: int, *argv: object, cwd: Path) -> subprocess.CompletedProcess
 def read_metrics(path: Path, size: int) -> list[Lines]:
     """Return the lines of each rank's file."""
     files = [path.with_name(f"{path.stem}.rank{rank:05d}.jsonl") for rank in range(size)]
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [read_lines(file) for file in files]
+
+
+def read_lines(path: Path) -> Lines:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check_streaming(by_rank: list[Lines]) -> None:
@@ -113,10 +117,7 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         by_rank = [Lines()]
-        if size == 1:
-            by_rank = [[json.loads(line) for line in path.read_text().splitlines()]]
-        else:
-            by_rank = read_metrics(path, size)
+        by_rank = [read_lines(path)] if size == 1 else read_metrics(path, size)
         found = [[line.get("loss", line.get("held_out_loss")) for line in x] for x in by_rank]
         assert all(each == found[0] for each in found)
         losses[size, store] = found[0]
@@ -125,15 +126,34 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--batch-size", 3), "--batch-size 3 cannot be shared evenly by 2 ranks"),
-        (("--save-dir", "saves"), "--save-dir with 2 ranks is not in this version"),
-    ],
-)
-def test_what_ranks_cannot_do(flags: tuple[object, ...], why: str, tmp_path: Path) -> None:
-    done = torchrun(2, "-m", "optstream", "train", "--model", "tiny", *flags, cwd=tmp_path)
+def test_two_ranks_save_and_others_go_on(tmp_path: Path) -> None:
+    """Resumed on as many ranks: the bits of the run that never stopped; on one: its losses."""
+    text = tmp_path / "text.txt"
+    text.write_text(sentences(1000))
+    flags = ["train", "--model", "tiny", "--text", text, "--steps", 4, "--batch-size", 4]
+    flags += ["--seq-len", 16, "--eval-tokens", 64, "--quiet"]
+
+    def run(size: int, name: str, *more: object) -> list[float]:
+        path = tmp_path / f"{name}.jsonl"
+        done = torchrun(size, "-m", "optstream", *flags, "--metrics", path, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        lines = read_metrics(path, size)[0] if size > 1 else read_lines(path)
+        return [line["loss"] for line in lines if "loss" in line]
+
+    saves = ["--save-dir", "saves", "--save-every", 2, "--window", "64KiB"]
+    whole = run(2, "whole", *saves)
+    names = sorted(path.name for path in (tmp_path / "saves").iterdir())
+    assert names == ["step000002", "step000004"]
+    resume = ["--resume", tmp_path / "saves" / "step000002"]
+    assert run(2, "two", *resume) == whole[2:]
+    assert run(2, "plain", *resume, "--store", "none") == whole[2:]
+    assert run(1, "one", *resume) == pytest.approx(whole[2:], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    flags = ("train", "--model", "tiny", "--batch-size", 3)
+    done = torchrun(2, "-m", "optstream", *flags, cwd=tmp_path)
     assert done.returncode != 0
-    assert f"optstream: {why}" in done.stderr
+    assert "optstream: --batch-size 3 cannot be shared evenly by 2 ranks" in done.stderr
     assert not list(tmp_path.iterdir())

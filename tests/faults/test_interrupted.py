@@ -178,7 +178,7 @@ ENDINGS = {
         "kind, calls = type(optimizer).step, [0]\n"
         "def stop(*args):\n"
         "    calls[0] += 1\n"
-        "    if calls[0] == 300: raise ValueError('user')\n"
+        "    if calls[0] == 50: raise ValueError('user')\n"
         "sys.setprofile(stop)\n"
         "optimizer.step()",
         1,

@@ -1,13 +1,4 @@
-"""Checkpoints on a filesystem: a directory that is there whole, or not at all.
-
-    PATH.tmp/                  made and locked by the save; unlocked: a dead run's, removed
-      rank00000/window00000.safetensors ...   links to the frozen files, or copies (`placing`)
-      manifest.json            last, when all files are durable
-    PATH.tmp -> PATH           in one step (`staging`)
-
-Ordering: files, then their directory, then the manifest, then the rename, then the parent are made
-durable.
-"""
+"""Checkpoints on a filesystem: where one may be made, and how one is opened and verified."""
 
 from __future__ import annotations
 
@@ -15,14 +6,15 @@ import contextlib
 import errno
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from optstream import durable
 from optstream.checkpoint.inside import list_inside, open_inside, read_inside
 from optstream.checkpoint.manifest import Manifest, StoredWindow
-from optstream.checkpoint.placing import pieces, place
+from optstream.checkpoint.placing import pieces
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.checkpoint.staging import MANIFEST, commit, find_foreign, replaced_path, staged
+from optstream.checkpoint.staging import MANIFEST, find_foreign, replaced_path
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError, StoreError
 from optstream.store.base import FrozenFile
 from optstream.store.live import check_digest
@@ -93,36 +85,6 @@ def check_space(path: Path, needed_bytes: int) -> None:
             f"a checkpoint in {path} needs copies of {format_bytes(needed_bytes)}, there are "
             f"{format_bytes(free_bytes)} free; free space, or save on the drive of the state",
         )
-
-
-def publish(snapshot: Snapshot, path: Path) -> None:
-    """Make a snapshot a checkpoint at `path`; an older one there stays until the new one is whole.
-
-    Raises:
-        StoreError: another save to this path is under way, or the filesystem refuses; what was at
-            `path` before is still there.
-    """
-    manifest = snapshot.manifest.to_json()
-    try:
-        _publish(snapshot, manifest, path)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(error.errno, f"cannot save to {path}: {error}") from error
-
-
-def _publish(snapshot: Snapshot, manifest: bytes, path: Path) -> None:
-    with staged(path) as staging:
-        for window, file in snapshot.files.items():
-            target = staging / snapshot.manifest.windows[window].file
-            durable.make_directories(target.parent)
-            place(file, target)
-        for folder in {(staging / window.file).parent for window in snapshot.manifest.windows}:
-            if folder.is_dir():
-                durable.sync(folder)
-        durable.write_file(staging / MANIFEST, manifest)
-        durable.sync(staging)
-        commit(staging, path)
 
 
 def open_checkpoint(path: Path) -> Snapshot:
@@ -200,14 +162,19 @@ def check_alone(snapshot: Snapshot) -> None:
             )
 
 
-def verify(snapshot: Snapshot) -> None:
+def verify(snapshot: Snapshot, windows: Iterable[int] | None = None) -> None:
     """Read every byte and hold it against its digest.
+
+    Args:
+        windows: only these.
 
     Raises:
         WindowReadError: the first piece that is not what was written, or cannot be read.
     """
     buffer = memoryview(bytearray(snapshot.manifest.piece_bytes))
-    for file in snapshot.files.values():
+    chosen = snapshot.files.keys() if windows is None else snapshot.files.keys() & set(windows)
+    for window in sorted(chosen):
+        file = snapshot.files[window]
         for offset, piece in pieces(file, buffer):
             check_digest(piece, file.digests[offset], file.name, file.header_bytes + offset)
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,8 @@
 """The manifest: what a snapshot holds, by parameter name, and where each piece lies.
 
     {"format": "optstream", "version": 1, "xxh3": "...", "body": {
-        "optimizer": "torch.optim.adamw.AdamW", "step": 12, "world_size": 1, "piece_bytes": 8388608,
+        "optimizer": "torch.optim.adamw.AdamW", "step": 12, "rank_windows": [64],
+        "piece_bytes": 8388608,
         "groups":  [{"params": ["h.0.weight", ...], "values": ...}, ...],
         "params":  {"h.0.weight": {"shape": [...], "dtype": "bfloat16",
                                    "kept": ..., "unplanned": ...,
@@ -123,16 +124,27 @@ class Manifest:
     Attributes:
         optimizer: the wrapped optimizer's class, with its module.
         step: steps taken since the state was new.
+        rank_windows: how many of the windows each rank had; they stand in the order of the ranks.
         groups: param_groups; "params" are names.
     """
 
     optimizer: str
     step: int
-    world_size: int
+    rank_windows: tuple[int, ...]
     piece_bytes: int
     groups: tuple[dict[str, Any], ...]
     params: dict[str, StoredParam]
     windows: tuple[StoredWindow, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks had a part of the state."""
+        return len(self.rank_windows)
+
+    def windows_of(self, rank: int) -> range:
+        """Return the indices of a rank's windows."""
+        first = sum(self.rank_windows[:rank])
+        return range(first, first + self.rank_windows[rank])
 
     def to_json(self) -> bytes:
         """Return the manifest file's bytes.
@@ -188,7 +200,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     return {
         "optimizer": manifest.optimizer,
         "step": manifest.step,
-        "world_size": manifest.world_size,
+        "rank_windows": list(manifest.rank_windows),
         "piece_bytes": manifest.piece_bytes,
         "groups": [
             {
@@ -239,7 +251,7 @@ def _parse(body: dict[str, Any], path: str) -> Manifest:
     return Manifest(
         optimizer=_text(body["optimizer"]),
         step=_size(body["step"]),
-        world_size=_size(body["world_size"]),
+        rank_windows=_sizes(body["rank_windows"]),
         piece_bytes=_size(body["piece_bytes"]),
         groups=tuple(
             {**decode(group["values"], path), "params": [_text(name) for name in group["params"]]}
@@ -301,8 +313,8 @@ def _text(value: object) -> str:
 
 def _check(manifest: Manifest) -> None:
     """Raise ValueError unless files stay inside, and pieces cover tensors and lie in windows."""
-    if manifest.world_size == 0:
-        raise ValueError("it was saved by no rank")
+    if not manifest.rank_windows or sum(manifest.rank_windows) != len(manifest.windows):
+        raise ValueError(f"{len(manifest.windows)} windows are not those of the ranks")
     if not PAGE_BYTES <= manifest.piece_bytes <= _MAX_PIECE_BYTES:
         raise ValueError(f"pieces of {manifest.piece_bytes} bytes")
     for window in manifest.windows:

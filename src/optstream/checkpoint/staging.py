@@ -28,7 +28,7 @@ log = logging.getLogger("optstream")
 @contextlib.contextmanager
 def staged(path: Path) -> Iterator[Path]:
     """Make and hold PATH.tmp; it is removed unless it was renamed away."""
-    staging = path.with_name(path.name + durable.TEMPORARY)
+    staging = staging_path(path)
     durable.make_directories(path.parent)
     lock = None
     while lock is None:
@@ -62,6 +62,10 @@ def commit(staging: Path, path: Path) -> None:
     _remove(replaced)
     if exchanged:
         _remove(staging)
+
+
+def staging_path(path: Path) -> Path:
+    return path.with_name(path.name + durable.TEMPORARY)
 
 
 def replaced_path(path: Path) -> Path:

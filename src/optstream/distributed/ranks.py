@@ -54,6 +54,8 @@ class Ranks:
         self.exchanged_bytes = 0
         self._members = [0]
         self._gone = ""
+        self._group = group
+        self._beside: Ranks | None = None
         self._messages: dist.ProcessGroup | None = None
         self._values: dist.ProcessGroup | None = None
         if group is None:
@@ -95,7 +97,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks: where it fails on one it fails on all.
+        """Run a block on all ranks: where it fails on one it fails on all; blocks may be nested.
 
         Raises:
             RankError: on the ranks where it did not fail, with the message of one where it did.
@@ -105,7 +107,9 @@ class Ranks:
         except RankError:
             raise  # the others know
         except BaseException as error:
-            self.fail(error)
+            if not getattr(error, "_told_to_ranks", False):  # by a block inside
+                setattr(error, "_told_to_ranks", True)  # noqa: B010
+                self.fail(error)
             raise
         self.gather(None)
 
@@ -166,8 +170,21 @@ class Ranks:
             with self.waiting():
                 dist.all_reduce(values, group=self._messages)
 
+    def beside(self) -> Ranks:
+        """Return the same ranks for another thread, whose messages get between no others'.
+
+        All ranks call it together the first time.
+        """
+        if self.size == 1:
+            return self
+        if self._beside is None:
+            self._beside = Ranks(self._group)
+        return self._beside
+
     def close(self) -> None:
         """Give the process groups up; the one they were made of stays."""
+        if self._beside is not None:
+            self._beside.close()
         groups, self._messages, self._values = [self._messages, self._values], None, None
         for group in groups:
             if group is not None and self._gone:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 def step_on(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]
 ) -> dict[str, Any]:
-    """Let an optimizer step on other groups and state; it is the same as before afterwards.
+    """Let an optimizer step on other groups and state.
 
-    No hook runs: those belong to the whole step, and a subclass whose step calls its base's would
-    run them there.
+    A stand-in of the same class and with the same attributes steps, so that an interrupt cannot
+    leave the optimizer itself between its own groups and the others. No hook runs: those belong to
+    the whole step, and a subclass whose step calls its base's would run them there.
 
     Returns:
         the attributes that the step changed (a counter), by name.
@@ -26,25 +27,21 @@ def step_on(
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    own = vars(optimizer)
-    public = dict(own)
     given = {
         "param_groups": groups,
         "state": state,
         "_optimizer_step_pre_hooks": {},
         "_optimizer_step_post_hooks": {},
     }
-    own.update(given)
-    try:
-        step(optimizer)
-        return {
-            key: value
-            for key, value in own.items()
-            if key not in given and (key not in public or value is not public[key])
-        }
-    finally:
-        own.clear()
-        own.update(public)
+    before = {**vars(optimizer), **given}
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(before)
+    step(stand_in)
+    return {
+        key: value
+        for key, value in vars(stand_in).items()
+        if key not in given and (key not in before or value is not before[key])
+    }
 
 
 class Shell:

@@ -15,6 +15,7 @@ from optstream.plan import Plan
 from optstream.store.base import FrozenFile, Store, WindowFile
 from optstream.stream import lane as lanes
 from optstream.stream.frozen import freeze
+from optstream.stream.keeper import Kept, by_keeper
 from optstream.stream.page_cache import PageCache
 from optstream.stream.part import read_part
 from optstream.stream.resident import Resident
@@ -22,10 +23,11 @@ from optstream.stream.slots import Slot, view
 from optstream.stream.transfers import Transfers
 
 
-class PagedStream:
+class PagedStream(Kept):
     """Joins a plan's windows, a `cached` store and the update; its methods are those of Stream."""
 
     def __init__(self, store: Store, io_threads: int) -> None:
+        super().__init__()
         self._store = store
         self._plan = Plan(window_bytes=0)
         self._lanes = lanes.Lanes()
@@ -34,7 +36,9 @@ class PagedStream:
         self._resident = Resident(store, self._transfers, self._changed)
         self.counters = self._transfers.counters
         self._pages = PageCache(store, io_threads, self.counters)
+        self._scanning = False
 
+    @by_keeper
     def extend(self, plan: Plan, files: Sequence[WindowFile]) -> None:
         self.drain()
         room = self._resident.make_room(plan)
@@ -47,10 +51,7 @@ class PagedStream:
     def windows(
         self, order: Sequence[int], devices: Mapping[int, torch.device]
     ) -> Generator[tuple[int, Tensor], None, None]:
-        self._pages.retry()
-        self.check()
-        paged = [window for window in order if window not in self._resident]
-        self._pages.start(self._plan, paged, self._transfers.stored)
+        self._begin(order)
         unloaded: list[lanes.Wait] = []
         try:
             for window in order:
@@ -64,20 +65,21 @@ class PagedStream:
                 yield window, buffer
                 unloaded.append(lane.unload(slot.tensor))
                 self._release(slot, window, unloaded[-1])
+            for wait in unloaded:
+                wait()
         except BaseException:
-            self._lanes.settle()
-            self._pages.settle()
-            self._resident.abandon()
+            # not waited for: whoever interrupts a drive that hangs wants to go on
+            self._keeper.post(self._abandon)
             raise
-        for wait in unloaded:
-            wait()
-        self._pages.start(self._plan, paged[::-1], self._transfers.stored)
+        self._end(order)
 
+    @by_keeper
     def freeze(self) -> dict[int, FrozenFile]:
         self._pages.write_back()
         refused = {**self._pages.errors, **self._resident.save()}
         return freeze(self._store, self._transfers.stored, refused, self._data)
 
+    @by_keeper
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         self._pages.settle()
         slot = self._resident.holding(window)
@@ -85,22 +87,32 @@ class PagedStream:
             return slot.tensor[offset : offset + num_bytes].clone()
         return read_part(self._store, window, offset, num_bytes)
 
+    @by_keeper
     def replace(self, windows: Iterable[int]) -> None:
         self._pages.forget()
         self._resident.forget()
         self._transfers.stored = set(windows)
 
+    @by_keeper
     def drain(self) -> None:
         self._pages.settle()
         self._pages.retry()
         self.check()
 
+    @by_keeper
     def check(self) -> None:
         self._pages.collect()
         if self._pages.errors:
             raise next(iter(self._pages.errors.values()))
 
     def close(self) -> None:
+        try:
+            self._close()
+        finally:
+            self._keeper.close()
+
+    @by_keeper
+    def _close(self) -> None:
         self._pages.close()
         self._transfers.close()
         try:
@@ -114,6 +126,31 @@ class PagedStream:
         slot = self._resident.holding(window)
         return self._store.view(window) if slot is None else slot.memory
 
+    @by_keeper
+    def _begin(self, order: Sequence[int]) -> None:
+        if self._scanning:  # an interrupt came before what should have ended the last scan
+            self._abandon()
+        self._pages.retry()
+        self.check()
+        self._look_ahead(order)
+        self._scanning = True
+
+    @by_keeper
+    def _end(self, order: Sequence[int]) -> None:
+        self._look_ahead(order[::-1])
+        self._scanning = False
+
+    def _look_ahead(self, order: Sequence[int]) -> None:
+        paged = [window for window in order if window not in self._resident]
+        self._pages.start(self._plan, paged, self._transfers.stored)
+
+    def _abandon(self) -> None:
+        self._lanes.settle()
+        self._scanning = False
+        self._pages.settle()
+        self._resident.abandon()
+
+    @by_keeper
     def _acquire(self, window: int) -> Slot:
         if window in self._resident:
             return self._resident.acquire(window)
@@ -123,6 +160,7 @@ class PagedStream:
             slot.tensor.zero_()
         return slot
 
+    @by_keeper
     def _release(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
         if window in self._resident:
             self._resident.release(slot, window, ready)

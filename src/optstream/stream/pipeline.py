@@ -2,7 +2,8 @@
 
 The thread that steps asks for windows in an order and gets them one after another; other windows
 are moved meanwhile (transfers.py). `_pump` starts reads into every slot that may be taken, whenever
-something changes: when the scan moves on and when a transfer is through.
+something changes: when the scan moves on and when a transfer is through. All but the loop itself
+runs on a thread that no interrupt reaches (keeper.py).
 """
 
 from __future__ import annotations
@@ -20,30 +21,34 @@ from optstream.plan import Plan
 from optstream.store.base import FrozenFile, Store, WindowFile
 from optstream.stream import lane as lanes
 from optstream.stream.frozen import freeze
+from optstream.stream.keeper import Kept, by_keeper
 from optstream.stream.part import read_part
 from optstream.stream.resident import Resident
 from optstream.stream.slots import Slot, SlotState, allocate, choose, holding
 from optstream.stream.transfers import Transfers
 
 
-class Stream:
+class Stream(Kept):
     """Joins a plan's windows, a store and the update.
 
-    One thread steps; all state below is guarded by `_changed`.
+    One thread steps; all state below is guarded by `_changed`, which that thread never takes.
     """
 
     def __init__(self, store: Store, io_threads: int) -> None:
+        super().__init__()
         self._store = store
         self._plan = Plan(window_bytes=0)
         self._slots: list[Slot] = []
         self._lanes = lanes.Lanes()
         self._next_use: dict[int, int] = {}
+        self._scanning = False
         self._write_errors: dict[int, Exception] = {}
         self._changed = threading.Condition()
         self._transfers = Transfers(store, io_threads, self._changed, then=self._pump)
         self._resident = Resident(store, self._transfers, self._changed)
         self.counters = self._transfers.counters
 
+    @by_keeper
     def extend(self, plan: Plan, files: Sequence[WindowFile]) -> None:
         """Make room for a larger plan, in memory and in the store.
 
@@ -79,25 +84,23 @@ class Stream:
             WindowWriteError: before the first window, if an earlier write still fails, or as soon
                 as slots run out; else see `check`. What could not be written stays in its slot.
         """
-        self._retry_writes()
-        streamed = [window for window in order if window not in self._resident]
-        self._look_ahead(streamed)
+        self._begin(order)
         try:
             for window in order:
-                resident = window in self._resident
-                slot = self._resident.acquire(window) if resident else self._acquire(window)
+                slot = self._acquire(window)
                 host = slot.tensor[: self._plan.windows[window].data_bytes]
                 lane = self._lane(devices[window])
                 buffer = lane.load(host)
                 lane.wait_loaded()
                 yield window, buffer
-                release = self._resident.release if resident else self._write
-                release(slot, window, lane.unload(host))
+                self._release(slot, window, lane.unload(host))
         except BaseException:
-            self._abandon()
+            # not waited for: whoever interrupts a drive that hangs wants to go on
+            self._keeper.post(self._abandon)
             raise
-        self._look_ahead(streamed[::-1])
+        self._end(order)
 
+    @by_keeper
     def freeze(self) -> dict[int, FrozenFile]:
         """Make every window's bytes on the drive immutable and return them; none is under way.
 
@@ -114,6 +117,7 @@ class Stream:
         refused = {**self._write_errors, **self._resident.save()}
         return freeze(self._store, self._transfers.stored, refused, self._data)
 
+    @by_keeper
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:
         """Return a copy of some of a window's bytes, as they are now."""
         with self._changed:
@@ -123,6 +127,7 @@ class Stream:
                 return slot.tensor[offset : offset + num_bytes].clone()
         return read_part(self._store, window, offset, num_bytes)
 
+    @by_keeper
     def replace(self, windows: Iterable[int]) -> None:
         """Take these windows, and no others, as stored; what slots held is no longer the state.
 
@@ -136,6 +141,7 @@ class Stream:
             self._write_errors.clear()
             self._transfers.stored = set(windows)
 
+    @by_keeper
     def drain(self) -> None:
         """Wait until all windows but resident ones are on the drive.
 
@@ -148,9 +154,15 @@ class Stream:
 
     def close(self) -> None:
         """Wait for transfers, end all threads and give back the buffers and the store's files."""
+        try:
+            self._close()
+        finally:
+            self._keeper.close()
+
+    @by_keeper
+    def _close(self) -> None:
         with self._changed:
             self._next_use = {}
-        # the threads end with what they were given; slots tell less after an interrupted step
         self._transfers.close()
         try:
             self._lanes.drop()
@@ -162,14 +174,31 @@ class Stream:
 
     # -- the scan ----------------------------------------------
 
+    @by_keeper
+    def _begin(self, order: Sequence[int]) -> None:
+        if self._scanning:  # an interrupt came before what should have ended the last scan
+            self._abandon()
+        self._retry_writes()
+        self._look_ahead(order)
+        self._scanning = True
+
+    @by_keeper
+    def _end(self, order: Sequence[int]) -> None:
+        self._look_ahead(order[::-1])
+        self._scanning = False
+
     def _look_ahead(self, order: Sequence[int]) -> None:
+        streamed = [window for window in order if window not in self._resident]
         with self._changed:
-            self._next_use = {window: position for position, window in enumerate(order)}
+            self._next_use = {window: position for position, window in enumerate(streamed)}
             self._transfers.read_errors.clear()
             self._pump()
 
+    @by_keeper
     def _acquire(self, window: int) -> Slot:
         """Return the window's slot, BUSY, once its bytes are there."""
+        if window in self._resident:
+            return self._resident.acquire(window)
         with self._changed:
             while True:
                 self._pump()
@@ -190,9 +219,19 @@ class Stream:
             slot.tensor.zero_()
         return slot
 
+    @by_keeper
+    def _release(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
+        if window in self._resident:
+            self._resident.release(slot, window, ready)
+            return
+        with self._changed:
+            slot.ready = ready
+            self._transfers.write(slot, window, self._write_errors)
+
     def _abandon(self) -> None:
         """Drop the window whose update did not end, and read no further ahead."""
         self._lanes.settle()
+        self._scanning = False
         with self._changed:
             self._next_use = {}
             self._resident.abandon()
@@ -223,11 +262,6 @@ class Stream:
 
     # -- transfers ----------------------------------------------
 
-    def _write(self, slot: Slot, window: int, ready: lanes.Wait) -> None:
-        with self._changed:
-            slot.ready = ready
-            self._transfers.write(slot, window, self._write_errors)
-
     def _retry_writes(self) -> None:
         """Write what could not be written before; WindowWriteError if it still cannot."""
         with self._changed:
@@ -241,6 +275,7 @@ class Stream:
                     self.counters.write_wait_s += time.perf_counter() - start
         self.check()
 
+    @by_keeper
     def check(self) -> None:
         """Raise the error of a window that could not be written and is kept in its slot, if any."""
         with self._changed:

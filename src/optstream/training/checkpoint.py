@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from optstream import durable
+from optstream.distributed.ranks import Ranks
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError
 from optstream.training.trainer_state import TrainerState, read_trainer_state
 from optstream.training.updater import Updater
@@ -129,14 +130,15 @@ def check_save_directory(path: Path, resumed: TrainingCheckpoint | None) -> None
 
 
 class Saves:
-    """The checkpoints that one run makes.
+    """The checkpoints that one run makes, on all its ranks together.
 
     Attributes:
         num_saved: checkpoints made.
     """
 
-    def __init__(self, directory: Path, keep: int | None) -> None:
+    def __init__(self, directory: Path, keep: int | None, ranks: Ranks) -> None:
         self._directory = directory
+        self._ranks = ranks
         self._keep = keep
         self.num_saved = 0
 
@@ -168,21 +170,30 @@ class Saves:
         path = self._directory / f"step{state.step:06d}"
         staging = path.with_name(path.name + durable.TEMPORARY)
         try:
-            staging.mkdir(mode=0o700)
-            updater.save(staging / OPTIMIZER)
-            digest = save_weights(module, staging / WEIGHTS)
-            complete = TrainerState(**{**vars(state), "weights_xxh3": digest})
-            durable.write_file(staging / TRAINER, complete.to_json())
-            durable.sync(staging)
-            staging.rename(path)
-            durable.sync(self._directory)
+            with self._ranks.together():
+                if self._ranks.rank == 0:
+                    staging.mkdir(mode=0o700)
+                updater.save(staging / OPTIMIZER)
+                if self._ranks.rank == 0:
+                    self._complete(state, module, staging, path)
         except OSError as error:
             raise durable.failed("save", path, error) from error
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        self._prune()
+            if self._ranks.rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
         self.num_saved += 1
         return time.perf_counter() - start
+
+    def _complete(
+        self, state: TrainerState, module: torch.nn.Module, staging: Path, path: Path
+    ) -> None:
+        digest = save_weights(module, staging / WEIGHTS)
+        complete = TrainerState(**{**vars(state), "weights_xxh3": digest})
+        durable.write_file(staging / TRAINER, complete.to_json())
+        durable.sync(staging)
+        staging.rename(path)
+        durable.sync(self._directory)
+        self._prune()
 
     def _prune(self) -> None:
         steps = step_directories(self._directory)
@@ -192,12 +203,17 @@ class Saves:
 
 
 @contextlib.contextmanager
-def open_saves(directory: Path, keep: int | None) -> Iterator[Saves]:
+def open_saves(directory: Path, keep: int | None, ranks: Ranks) -> Iterator[Saves]:
     """Make and lock a directory to save in; what a killed run left half-made is removed.
+
+    Rank 0 does that for all.
 
     Raises:
         ConfigError: it cannot be made, or another run saves in it.
     """
+    if ranks.rank > 0:
+        yield Saves(directory, keep, ranks)
+        return
     try:
         made = not directory.exists()
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -217,7 +233,7 @@ def open_saves(directory: Path, keep: int | None) -> Iterator[Saves]:
             dead = child.suffix in (durable.TEMPORARY, durable.DOOMED)
             if dead and _NAME.fullmatch(child.stem):
                 shutil.rmtree(child)
-        yield Saves(directory, keep)
+        yield Saves(directory, keep, ranks)
     finally:
         os.close(lock)
         if made:

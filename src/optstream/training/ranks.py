@@ -38,16 +38,8 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
     Raises:
         ConfigError: says what.
     """
-    if ranks.size == 1:
-        return
     if config.batch_size % ranks.size:
         raise ConfigError(
             f"--batch-size {config.batch_size} cannot be shared evenly by {ranks.size} ranks; give "
             f"a multiple of {ranks.size}"
         )
-    for flag, value in (("--save-dir", config.save_dir), ("--resume", config.resume)):
-        if value is not None:
-            raise ConfigError(
-                f"{flag} with {ranks.size} ranks is not in this version; leave it out, or train "
-                "with one process"
-            )

@@ -92,7 +92,7 @@ def train(config: TrainConfig, stop: StopRequest, observer: Observer, ranks: Ran
             stack.enter_context(state_directory(config.state_dir))
         saves = None
         if config.save_dir is not None:
-            saves = stack.enter_context(open_saves(config.save_dir, config.keep))
+            saves = stack.enter_context(open_saves(config.save_dir, config.keep, ranks))
         return _optimize(job, state, resumed, saves, stop, observer)
 
 
@@ -219,7 +219,8 @@ def _check_room(saves: Saves, plan: RunPlan, job: Job) -> None:
     every = config.save_every or config.steps
     num_saves = -(-config.steps // every) - job.first_step // every
     weights_bytes = sum(tensor.nbytes for tensor in job.model.module.parameters())
-    saves.check_room(max(1, num_saves), plan.state_bytes + weights_bytes)
+    state_bytes = sum(job.ranks.gather(plan.state_bytes))
+    saves.check_room(max(1, num_saves), state_bytes + weights_bytes)
 
 
 def _plan(updater: Updater, job: Job) -> RunPlan:

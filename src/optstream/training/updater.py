@@ -116,6 +116,8 @@ class InMemory:
         return sum(tensor.nbytes for tensor in tensors)
 
     def save(self, path: Path) -> None:
+        if self._ranks.rank > 0:  # all have all of it
+            return
         state_dict = self.optimizer.state_dict()
         states = {index: dict(state) for index, state in state_dict["state"].items()}
         for index, master in self._numbered_masters():
