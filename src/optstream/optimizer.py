@@ -138,16 +138,18 @@ class StreamedOptimizer(Optimizer):
 
         Raises:
             StoreError: no space for it; the group was not added.
+            ConfigError: a name that another parameter has; the group was not added.
         """
         self._check_open()
         self._optimizer.add_param_group(param_group)
         roster = self._state.roster
-        roster.name_new_parameters()
         try:
+            roster.name_groups()
             check_same(self._state.ranks, roster.facts())
             self._state.extend()
         except BaseException:
             self.param_groups.pop()
+            roster.name_groups()
             raise
 
     def _take_existing_state(self) -> None:

@@ -50,20 +50,27 @@ class Bound:
     factor: Tensor | None = None
 
 
-def parameter_names(groups: Groups, model: nn.Module | None) -> dict[int, str]:
-    """Return the name of each parameter by `id`: the model's FQN, the group's own, or its position.
+def parameter_names(
+    groups: Groups, model: nn.Module | None, named: Mapping[tuple[int, int], str] | None = None
+) -> dict[tuple[int, int], str]:
+    """Return the name of each parameter: the model's FQN, the group's own, or its position.
+
+    By (group, position), not by object: frameworks replace parameters by others.
+
+    Args:
+        named: parameters that have their names.
 
     Raises:
         ConfigError: two parameters have one name.
     """
     of_model = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-    names: dict[int, str] = {}
+    names = dict(named or {})
     for g, group in enumerate(groups):
         own = group.get("param_names") or [
             f"group{g}.param{i}" for i in range(len(group["params"]))
         ]
-        for param, name in zip(group["params"], own, strict=True):
-            names[id(param)] = of_model.get(id(param), name)
+        for position, (param, name) in enumerate(zip(group["params"], own, strict=True)):
+            names.setdefault((g, position), of_model.get(id(param), name))
     seen: set[str] = set()
     for name in names.values():
         if name in seen:

@@ -65,19 +65,25 @@ class Roster:
         self._codecs = codecs
         self._optimizer = optimizer
         self._ranks = ranks
+        self._model = model
         self._names = parameter_names(optimizer.param_groups, model)
         self._pieces: defaultdict[int, list[tuple[int, Piece]]] = defaultdict(list)
 
     # -- today's parameters ----------------------------------------------
 
-    def name_new_parameters(self) -> None:
-        """Name parameters of groups that were added since."""
-        self._names = parameter_names(self._optimizer.param_groups, None) | self._names
+    def name_groups(self) -> None:
+        """Name the parameters of groups that were added since, forget groups that are gone.
+
+        Raises:
+            ConfigError: two parameters have one name; nothing was changed.
+        """
+        groups = self._optimizer.param_groups
+        named = {place: name for place, name in self._names.items() if place[0] < len(groups)}
+        self._names = parameter_names(groups, self._model, named)
 
     def name(self, group: int, position: int) -> str:
         """Return the name of `param_groups[group]["params"][position]`."""
-        param = self._at((group, position))
-        return self._names.get(id(param), f"group{group}.param{position}")
+        return self._names.get((group, position), f"group{group}.param{position}")
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""

@@ -24,12 +24,13 @@ class StateView(Mapping[Tensor, "ParamView"]):
 
     def __init__(self, state: StreamedState) -> None:
         self._state = state
+        self._index: dict[int, int] = {}
 
     def __getitem__(self, param: Tensor) -> ParamView:
-        for index in self._indices():
-            if self._state.roster.param(index) is param:
-                return ParamView(self._state, index)
-        raise KeyError("this parameter has no state, or is none of this optimizer's")
+        index = self._find(param)
+        if index is None or not self._has_state(index):
+            raise KeyError("this parameter has no state, or is none of this optimizer's")
+        return ParamView(self._state, index)
 
     def __setitem__(self, param: Tensor, value: object) -> None:
         # frameworks move what is no dict to a device and put it back: the view itself
@@ -44,10 +45,23 @@ class StateView(Mapping[Tensor, "ParamView"]):
     def __len__(self) -> int:
         return len(self._indices())
 
+    def _find(self, param: Tensor) -> int | None:
+        roster = self._state.roster
+        index = self._index.get(id(param))
+        if index is None or roster.param(index) is not param:  # replaced, or of a later group
+            params = range(len(self._state.plan.params))
+            self._index = {id(roster.param(i)): i for i in params}
+            index = self._index.get(id(param))
+        return index
+
+    def _has_state(self, index: int) -> bool:
+        record = self._state.records.get(index)
+        return record is not None and bool(record.stored or record.kept)
+
     def _indices(self) -> list[int]:
         """Return which parameters of the plan have state, in the order of the groups."""
         specs = self._state.plan.params
-        indices = [i for i, record in self._state.records.items() if record.stored or record.kept]
+        indices = filter(self._has_state, self._state.records)
         return sorted(indices, key=lambda i: (specs[i].group, specs[i].position))
 
 

@@ -95,6 +95,9 @@ def offload(
         undo.callback(ranks.close)
         with ranks.together():
             check_optimizer(optimizer)
+            _check_model(model, optimizer)
+            if not isinstance(master_weights, bool):
+                raise ConfigError(f"master_weights={master_weights!r}: give True or False")
             window_bytes = parse_window_bytes(parse_bytes(window, "window"))
             _check_threads(io_threads)
             budget = Ram(ram, ranks.num_on_host)
@@ -125,6 +128,22 @@ def offload(
             streamed = StreamedOptimizer(optimizer, state, reporter, places)
         undo.pop_all()
     return streamed
+
+
+def _check_model(model: object, optimizer: Optimizer) -> None:
+    if model is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model={model!r} is no torch.nn.Module; give the one whose parameters are updated"
+        )
+    known = set(map(id, model.parameters()))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if params and known.isdisjoint(map(id, params)):
+        raise ConfigError(
+            f"model ({type(model).__name__}) has none of the optimizer's {len(params)} parameters; "
+            "give the module whose parameters are updated, or no model"
+        )
 
 
 def _check_threads(io_threads: int) -> None:

@@ -40,7 +40,7 @@ def describe_all(
     groups = optimizer.param_groups
     names = parameter_names(groups, model)
     specs = [
-        describer.describe(names[id(groups[group]["params"][position])], group, position)
+        describer.describe(names[group, position], group, position)
         for group, position in unplanned((), groups, {})
     ]
     codecs.check_used()

@@ -32,7 +32,7 @@ def open_store(kind: str, directories: Directory | Sequence[Directory]) -> Store
     Raises:
         ConfigError: an unknown kind, or directories that are no paths.
     """
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(f'"{name}"' for name in _KINDS)
         raise ConfigError(f"store={kind!r} is unknown; choose one of {known}")
     if isinstance(directories, str | bytes) or not isinstance(directories, Sequence):
