@@ -30,8 +30,11 @@ class Freezer:
         self._optimizer = optimizer
         self._state = state
 
-    def snapshot(self, step: int) -> Snapshot:
+    def snapshot(self, step: int, *, room: bool = True) -> Snapshot:
         """Freeze all state as it is now; the next write of each window goes to a fresh file.
+
+        Args:
+            room: False reserves no files for those writes: drop the snapshot before them.
 
         Raises:
             OutOfSpaceError: no space for those writes; nothing was frozen.
@@ -45,7 +48,7 @@ class Freezer:
                 f"a step failed after {state.num_updated} windows; call step() again with the same "
                 "gradients to finish it, or load a checkpoint"
             )
-        files = state.stream.freeze()
+        files = state.stream.freeze(room=room)
         names = [spec.name for spec in state.plan.params]
         assert len(set(names)) == len(names)
         kind = type(self._optimizer)
@@ -115,3 +118,9 @@ class Freezer:
         windows = range(self._state.plan.num_windows)
         away = [window for window in windows if store.device(window) != device]
         return sum(store.file(window).file_bytes for window in away)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all windows' files."""
+        store, windows = self._state.store, range(self._state.plan.num_windows)
+        return sum(store.file(window).file_bytes for window in windows)

@@ -193,7 +193,8 @@ class StreamedOptimizer(Optimizer):
         Args:
             state_dict: of this optimizer, or of the plain one it wraps. Parameters are matched by
                 name where both sides have names, else by position.
-            strict: state that is missing or left over is an error; else it is a warning.
+            strict: what does not fit is an error; else a warning, and a parameter whose state is
+                not whole starts anew.
 
         Raises:
             CheckpointError: the state does not fit; nothing was changed.
@@ -221,7 +222,7 @@ class StreamedOptimizer(Optimizer):
 
         Args:
             path: of the new directory; a checkpoint that is there is replaced when the new one is
-                whole.
+                whole. It holds nothing else: save weights beside it.
             wait: False copies in the background; the returned object's `wait()` gives errors. A
                 second save, a load and `close` wait for it first.
 
@@ -248,7 +249,8 @@ class StreamedOptimizer(Optimizer):
 
         Args:
             path: a directory made by `save`.
-            strict: state that is missing or left over is an error; else it is a warning.
+            strict: what does not fit is an error; else a warning, and a parameter whose state is
+                not whole starts anew.
             check: read and check everything before anything is changed.
 
         Raises:

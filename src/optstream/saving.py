@@ -14,6 +14,7 @@ from optstream.checkpoint.merge import merged
 from optstream.checkpoint.publish import publish
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.shards import here
+from optstream.errors import OutOfSpaceError
 from optstream.freezing import Freezer
 from optstream.state import StreamedState
 from optstream.stream.background import Background
@@ -39,12 +40,25 @@ class Saver:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
         """
         self.background.wait()
-        ranks = self._state.ranks
+        ranks, room = self._state.ranks, True
         with ranks.together():
             check_target(path)
             away_bytes = ranks.gather(self.freezer.bytes_off(existing_parent(path)))
             check_space(path, sum(away_bytes))
-            snapshot = self.freezer.snapshot(step)
+            try:
+                snapshot = self.freezer.snapshot(step)
+            except OutOfSpaceError:
+                if ranks.size > 1 or sum(away_bytes) < self.freezer.file_bytes:
+                    raise
+                # all is copied: no room is needed if that ends before the next step
+                snapshot, room = self.freezer.snapshot(step, room=False), False
+        self._publish(snapshot, path)
+        if not room:
+            del snapshot
+            self.background.wait()
+
+    def _publish(self, snapshot: Snapshot, path: Path) -> None:
+        ranks = self._state.ranks
         manifest = merged(ranks.gather(snapshot.manifest))
         mine = manifest.windows_of(ranks.rank)
         files = {mine[window]: file for window, file in snapshot.files.items()}

@@ -157,6 +157,30 @@ def test_no_space_for_a_second_generation(
     assert_same_bits(weights(params), after(4, shapes=shapes))
 
 
+@ON_DRIVE
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_drive_is_saved_to_another_one(
+    store: str, wait: bool, mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Copies that are made before the next step need no second generation."""
+    drive = mounted("ext4", mib=16)
+    shapes = ((1_000_000,),)
+    params, optimizer = streamed(drive / "live", shapes=shapes, store=store)
+    with optimizer:
+        go_on(params, optimizer, range(2))
+        optimizer.save(tmp_path / "checkpoint", wait=wait).wait()
+        go_on(params, optimizer, [2])
+        go_on(params, optimizer, [3])
+    assert_same_bits(weights(params), after(4, shapes=shapes))
+    optstream.verify(tmp_path / "checkpoint")
+    params, optimizer = streamed(tmp_path / "live", shapes=shapes)
+    with optimizer:
+        set_weights(params, after(2, shapes=shapes))
+        optimizer.load(tmp_path / "checkpoint")
+        go_on(params, optimizer, [2, 3])
+    assert_same_bits(weights(params), after(4, shapes=shapes))
+
+
 def test_no_space_for_copies(mounted: Callable[..., Path], tmp_path: Path) -> None:
     drive = mounted("ext4", mib=16)
     shapes = ((3_000_000,),)

@@ -13,7 +13,12 @@ from cli.test_signals import end, start_child, wait_for_step
 from optstream import durable
 from optstream.distributed.ranks import Ranks
 from optstream.errors import ConfigError, OutOfSpaceError
-from optstream.training.checkpoint import Saves, open_saves, step_directories
+from optstream.training.checkpoint import (
+    Saves,
+    check_save_directory,
+    open_saves,
+    step_directories,
+)
 
 MEMORY = ("--store", "none")
 
@@ -112,14 +117,29 @@ def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(command, place, 
     assert names(place / "s") == ["step000002", "step000004"]
 
 
-@pytest.mark.parametrize("name", ["text", "missing"])
-def test_a_directory_that_cannot_be_made_is_refused(command, place, text, tmp_path, name):
-    path = text if name == "text" else tmp_path / "missing" / "s"
-    outcome = command("train", *FAST, *MEMORY, "--text", text, "--save-dir", path)
+@pytest.mark.parametrize("below", [".", "s", "s/t"])
+def test_a_directory_that_cannot_be_made_is_refused(command, place, text, below):
+    outcome = command("train", *FAST, *MEMORY, "--text", text, "--save-dir", text / below)
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
-    assert ("is a file" if name == "text" else "is missing") in outcome.err
+    assert "is a file" in outcome.err
     assert names(place) == []
+
+
+def test_missing_parents_are_made_and_go_with_a_run_that_saves_nothing(tmp_path):
+    path = tmp_path / "a" / "b" / "s"
+    with open_saves(path, None, Ranks(None)):
+        for made in (path, *path.parents[:2]):
+            assert made.stat().st_mode & 0o777 == 0o700
+    assert names(tmp_path) == []
+
+
+def test_something_else_where_a_checkpoint_is_to_be(tmp_path):
+    (tmp_path / "step000004").mkdir()
+    check_save_directory(tmp_path, None)  # an empty one is replaced
+    (tmp_path / "step000004" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"step000004, which is no checkpoint"):
+        check_save_directory(tmp_path, None)
 
 
 def test_two_runs_do_not_save_in_one_directory(tmp_path):

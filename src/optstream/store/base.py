@@ -180,12 +180,15 @@ class Store(ABC):
         return None
 
     @abstractmethod
-    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+    def freeze(self, windows: Iterable[int], *, room: bool = True) -> dict[int, FrozenFile]:
         """Make what these windows hold now immutable; the next write of each goes elsewhere.
 
         Ordering: no transfer of these windows is under way. All or nothing: space for the next
         writes is reserved first. A drive that refuses that for another reason than space is
         asked again by `prepare_write`: what it still holds can be saved to another one.
+
+        Args:
+            room: False reserves nothing: nobody holds what is frozen by the time of the next write.
 
         Raises:
             OutOfSpaceError: with needed and free bytes; nothing was frozen.

@@ -92,13 +92,13 @@ class Mapped(OnDrive):
         _sync(live, 0, len(view))
         return len(view)
 
-    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+    def freeze(self, windows: Iterable[int], *, room: bool = True) -> dict[int, FrozenFile]:
         self._check_usable()
         windows = list(windows)
         for window in windows:
             self._copy_old(window)
             self._take_digests(window)
-        return super().freeze(windows)
+        return super().freeze(windows, room=room)
 
     def adopt(self, files: Mapping[int, FrozenFile]) -> bool:
         if not super().adopt(files):

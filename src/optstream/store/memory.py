@@ -46,7 +46,7 @@ class Memory(Store):
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
         self.view(window)[offset : offset + len(buffer)] = buffer
 
-    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+    def freeze(self, windows: Iterable[int], *, room: bool = True) -> dict[int, FrozenFile]:
         """Copy the windows: memory that is updated in place has no other immutable form."""
         windows = list(windows)
         needed_bytes = sum(self._specs[window].file_bytes for window in windows)

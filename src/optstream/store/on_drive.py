@@ -87,10 +87,10 @@ class OnDrive(Store):
             raise
         self._specs += files
 
-    def freeze(self, windows: Iterable[int]) -> dict[int, FrozenFile]:
+    def freeze(self, windows: Iterable[int], *, room: bool = True) -> dict[int, FrozenFile]:
         self._check_usable()
         windows = list(windows)
-        missing = [window for window in windows if window not in self._held.spares]
+        missing = [w for w in windows if room and w not in self._held.spares]
         check_limits(len(windows) + len(missing), 0)
         try:
             self._reserve_spares(missing)

@@ -74,10 +74,10 @@ class PagedStream(Kept):
         self._end(order)
 
     @by_keeper
-    def freeze(self) -> dict[int, FrozenFile]:
+    def freeze(self, *, room: bool = True) -> dict[int, FrozenFile]:
         self._pages.write_back()
         refused = {**self._pages.errors, **self._resident.save()}
-        return freeze(self._store, self._transfers.stored, refused, self._data)
+        return freeze(self._store, self._transfers.stored, refused, self._data, room=room)
 
     @by_keeper
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:

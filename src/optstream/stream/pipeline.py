@@ -101,7 +101,7 @@ class Stream(Kept):
         self._end(order)
 
     @by_keeper
-    def freeze(self) -> dict[int, FrozenFile]:
+    def freeze(self, *, room: bool = True) -> dict[int, FrozenFile]:
         """Make every window's bytes on the drive immutable and return them; none is under way.
 
         Resident windows that changed are written first. What could not be written is frozen from
@@ -115,7 +115,7 @@ class Stream(Kept):
         with contextlib.suppress(WindowIOError):
             self.drain()
         refused = {**self._write_errors, **self._resident.save()}
-        return freeze(self._store, self._transfers.stored, refused, self._data)
+        return freeze(self._store, self._transfers.stored, refused, self._data, room=room)
 
     @by_keeper
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:

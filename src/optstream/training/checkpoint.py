@@ -29,6 +29,7 @@ import torch
 from optstream import durable
 from optstream.distributed.ranks import Ranks
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError
+from optstream.store.checks import remove_directories
 from optstream.training.trainer_state import TrainerState, read_trainer_state
 from optstream.training.updater import Updater
 from optstream.training.weights import file_digest, save_weights
@@ -99,16 +100,21 @@ def check_save_directory(path: Path, resumed: TrainingCheckpoint | None) -> None
     """Refuse a directory whose checkpoints belong to another run; makes nothing.
 
     Raises:
-        ConfigError: a file, without a parent, or with checkpoints that this run does not follow.
+        ConfigError: a file, or with checkpoints that this run does not follow, or with something
+            else where a checkpoint is to be.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"save directory {path} is a file; give a directory")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"save directory {path} cannot be made, {path.absolute().parent} is missing; make it, "
-            "or give another directory"
-        )
+    existing = next(
+        place for place in (path.absolute(), *path.absolute().parents) if place.exists()
+    )
+    if not existing.is_dir():
+        raise ConfigError(f"save directory {path}: {existing} is a file; give a directory")
     steps = step_directories(path)
+    for child in path.iterdir() if existing == path.absolute() else ():
+        if _NAME.fullmatch(child.name) and child not in steps.values() and not _is_empty(child):
+            raise ConfigError(
+                f"save directory {path} has {child.name}, which is no checkpoint of optstream "
+                f"train: it has no {TRAINER}; move it away, or give another directory"
+            )
     if not steps:
         return
     newest = steps[max(steps)]
@@ -127,6 +133,10 @@ def check_save_directory(path: Path, resumed: TrainingCheckpoint | None) -> None
             f"save directory {path} has {newest.name}, which is later than {resumed.path}; "
             "remove what is later, or give an empty directory"
         )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 class Saves:
@@ -215,8 +225,7 @@ def open_saves(directory: Path, keep: int | None, ranks: Ranks) -> Iterator[Save
         yield Saves(directory, keep, ranks)
         return
     try:
-        made = not directory.exists()
-        directory.mkdir(mode=0o700, exist_ok=True)
+        made = durable.make_directories(directory.absolute())
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
@@ -236,6 +245,4 @@ def open_saves(directory: Path, keep: int | None, ranks: Ranks) -> Iterator[Save
         yield Saves(directory, keep, ranks)
     finally:
         os.close(lock)
-        if made:
-            with contextlib.suppress(OSError):  # a run that saved nothing leaves nothing
-                directory.rmdir()
+        remove_directories(made)  # a run that saved nothing leaves nothing
