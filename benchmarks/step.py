@@ -5,6 +5,7 @@
     python benchmarks/step.py DIR --only memory       # store="memory" against the plain optimizer
     python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
     python benchmarks/step.py DIR --only muon         # Muon streamed against Muon in memory
+    python benchmarks/step.py DIR --codec split bf16 int8   # against exact, bfloat16 parameters
 
 Ratios are of medians over rounds of one run in which the contestants take turns (A B C A B C ...):
 drives and machines are shared and their speed drifts.
@@ -31,6 +32,7 @@ from optstream.optimizer import StreamedOptimizer
 from optstream.params import bind
 from optstream.store.base import PIECE_BYTES
 from optstream.stream.slots import allocate
+from optstream.training.config import CODECS
 from optstream.units import format_bytes, parse_bytes
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "sgd": 4}
@@ -173,6 +175,42 @@ def muon(args: argparse.Namespace) -> None:
     )
 
 
+def codecs(args: argparse.Namespace, name: str) -> None:
+    """Time a step with each codec against exact; the bytes say what it should take.
+
+    SGD keeps what Muon keeps, a master and a momentum, and waits for the drive only.
+    """
+    num_params = parse_bytes(args.state) // (STATE_BYTES_PER_PARAM[name] + 4)
+    with contextlib.ExitStack() as closing:
+        contests = {}
+        for codec in ("exact", *args.codec):
+            params = [torch.nn.Parameter(p.bfloat16()) for p in make_params(num_params)]
+            for param in params:
+                param.grad = torch.full_like(param, 1e-3)
+            inner = make_optimizer(name, params)
+            streamed = optstream.offload(inner, args.directory, window=args.windows[0], codec=codec)
+            closing.enter_context(contextlib.closing(streamed))
+            streamed.step()
+            contests[codec] = Contest(streamed, 4)
+        calls = {
+            f"{kind} {codec}": getattr(contest, kind)
+            for codec, contest in contests.items()
+            for kind in ("step", "drive")
+        }
+        seconds = {key: statistics.median(v) for key, v in run_rounds(calls, args.rounds).items()}
+    for codec, contest in contests.items():
+        plan = contest.streamed.plan
+        exact = contests["exact"].streamed.plan.data_bytes
+        faster = seconds["step exact"] / seconds[f"step {codec}"]
+        print(
+            f"{name:6} {codec:16} {plan.state_bytes / num_params:6.2f} B a parameter "
+            f"{seconds[f'step {codec}']:7.2f} s, {faster:5.2f} times as fast as exact, its bytes "
+            f"predict {exact / plan.data_bytes:5.2f}; the drive alone "
+            f"{seconds[f'drive {codec}']:7.2f} s",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", help="a directory on the drive to measure")
@@ -181,8 +219,13 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", default=["64MiB", "128MiB", "256MiB"])
     parser.add_argument("--threads", nargs="+", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--codec", nargs="+", choices=CODECS, help="only these, against exact")
     parser.add_argument("--only", choices=["drive", "memory", "linear", "muon"])
     args = parser.parse_args()
+    if args.codec:
+        for name in args.optimizers:
+            codecs(args, name)
+        return
     if args.only in (None, "drive"):
         print("rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain")
         for name in args.optimizers:
