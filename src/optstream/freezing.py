@@ -39,8 +39,10 @@ class Freezer:
         Raises:
             OutOfSpaceError: no space for those writes; nothing was frozen.
             StateChangedError: a step failed half-way.
+            CheckpointError: a parameter is sharded.
         """
         state = self._state
+        state.roster.check_whole("a snapshot of the state")
         if state.num_updated:
             raise StateChangedError(
                 f"a step failed after {state.num_updated} windows; call step() again with the same "

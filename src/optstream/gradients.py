@@ -9,7 +9,8 @@ from torch import Tensor
 
 from optstream.distributed.exchange import UnderWay, flat, is_dense, pack, parcels, unpack
 from optstream.distributed.ranks import Ranks
-from optstream.distributed.shares import Shares
+from optstream.distributed.shards import check_shard_gradient, here, shard_norms
+from optstream.distributed.shares import EVERY_RANK, Shares
 from optstream.optimizer import StreamedOptimizer
 
 Params = dict[int, Tensor]
@@ -91,14 +92,16 @@ def clip_grad_norm_(
     """Scale all gradients so that their common norm is at most `max_norm`; return the norm before.
 
     The norm is that of all parameters of the optimizer, whichever rank has their gradients: of
-    every parameter the rank that keeps it gives the norm. It is what `torch.nn.utils.clip_grad_
-    norm_` returns in a single process for the parameters in the order of the groups, bit for bit
-    on a CPU (tests/distributed/test_gradients.py).
+    every parameter the rank that keeps it gives the norm, of a sharded one all that have a part. It
+    is what `torch.nn.utils.clip_grad_norm_` returns in a single process for the parameters in the
+    order of the groups, bit for bit on a CPU (tests/distributed/test_gradients.py), and within
+    rounding where parameters are sharded (tests/distributed/test_shards.py).
 
     Args:
         max_norm, norm_type, error_if_nonfinite: as in torch.
 
     Raises:
+        ConfigError: `norm_type` is not positive and a parameter is sharded.
         RuntimeError: the norm is not finite and `error_if_nonfinite`.
         RankError: another rank failed.
     """
@@ -106,8 +109,12 @@ def clip_grad_norm_(
     with state.ranks.together():
         state.extend()
         params = _params(optimizer, state.roster.shares)
+        for index, param in params.items():
+            if param.grad is not None:
+                name = state.roster.name(*state.roster.shares.places[index])
+                check_shard_gradient(name, param, param.grad)
         norms = _norms(state.ranks, state.roster.shares, params, float(norm_type))
-    held = [param for param in params.values() if param.grad is not None]
+    held = [_with_gradient(param) for param in params.values() if param.grad is not None]
     if not norms:
         return torch.tensor(0.0)
     total = _norm(torch.stack(norms), float(norm_type))
@@ -120,12 +127,23 @@ def clip_grad_norm_(
     return total
 
 
+def _with_gradient(param: Tensor) -> Tensor:
+    """Return what has the gradient as a plain tensor: torch scales no mixture with DTensors."""
+    assert param.grad is not None
+    part = here(param.grad)
+    if part is param.grad:
+        return param
+    holder = part.detach()
+    holder.grad = part
+    return holder
+
+
 def _norms(ranks: Ranks, shares: Shares, params: Params, norm_type: float) -> list[Tensor]:
     """Return the norm of each gradient that there is, in order, the same on all ranks."""
     # one row a parameter: its norm, and whether there is one; the other ranks' zeros add nothing
     table = torch.zeros(len(params), 2, dtype=torch.float64)
     mine = [
-        (row, param.grad)
+        (row, here(param.grad))
         for row, (index, param) in enumerate(params.items())
         if shares.owners[index] == ranks.rank and param.grad is not None
     ]
@@ -133,6 +151,14 @@ def _norms(ranks: Ranks, shares: Shares, params: Params, norm_type: float) -> li
         found = torch.stack([_norm(grad, norm_type).double() for _, grad in mine])
         rows = [row for row, _ in mine]
         table[rows] = torch.stack([found.cpu(), torch.ones(len(mine), dtype=torch.float64)], dim=1)
+    sharded = [
+        (row, param)
+        for row, (index, param) in enumerate(params.items())
+        if shares.owners[index] == EVERY_RANK
+    ]
+    for row, found_there in shard_norms(sharded, norm_type):
+        if ranks.rank == 0:  # all ranks have them
+            table[row] = found_there
     ranks.add_up(table)
     device = next((param.device for param in params.values()), None)
     return [

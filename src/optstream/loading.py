@@ -17,6 +17,7 @@ from optstream.checkpoint.directory import open_checkpoint, verify
 from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import check_class, check_groups, compare, fitting
 from optstream.checkpoint.snapshot import Snapshot
+from optstream.distributed.shards import here
 from optstream.errors import CheckpointError, RankError, WindowIOError
 from optstream.layout import Shell, hyperparameters
 from optstream.state import StreamedState
@@ -98,7 +99,7 @@ class Loader:
         specs = enumerate(self._state.plan.params)
         param = self._state.roster.param
         return {
-            spec.name: param(index)
+            spec.name: here(param(index))
             for index, spec in specs
             if spec.name in given and spec.dtype == torch.bfloat16
         }
@@ -119,6 +120,7 @@ class Loader:
         check_groups(source, groups, names, strict)
         known = {name for group in names for name in group}
         self._state.extend({name for name, state in states.items() if state and name in known})
+        self._state.roster.check_whole(source)
         elsewhere = self._state.roster.kept_elsewhere()
         mine = {name: state for name, state in states.items() if name not in elsewhere}
         differences = compare(self._state.plan.params, mine, list(known), shapes)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optstream.codecs import EXACT, CodecChoice
+from optstream.distributed.shards import check_shard, check_shard_gradient, here
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
 from optstream.format import is_dense
 from optstream.layout import Layout, find_layout
@@ -110,15 +111,19 @@ class Describer:
 
         Raises:
             UnsupportedOptimizerError: a complex or sparse form that the rule cannot take, or a
-            DTensor.
+            DTensor of which this rank's part cannot be updated by itself.
         """
         values = self._optimizer.param_groups[group]
         param = values["params"][position]
+        rule = type(self._optimizer).__name__
+        check_shard(name, param, rule, is_elementwise(self._optimizer, values))
         check_plain(name, param)
+        existing = {key: here(value) for key, value in self._optimizer.state.get(param, {}).items()}
+        param = here(param)
         has_master = self._master_weights and param.dtype in LOW_PRECISION
         dtype = torch.float32 if has_master else param.dtype
         stride = torch.empty_like(param, device="meta").stride()
-        layout = self._layout(group, tuple(param.shape), stride, dtype, param)
+        layout = self._layout(group, param, stride, dtype, existing)
         states = layout.tensors
         if has_master:
             states = (StateTensor(MASTER, tuple(param.shape), stride, dtype), *states)
@@ -152,12 +157,12 @@ class Describer:
     def _layout(
         self,
         group: int,
-        shape: tuple[int, ...],
+        param: Tensor,
         stride: tuple[int, ...],
         dtype: torch.dtype,
-        param: Tensor,
+        state: Mapping[str, Any],
     ) -> Layout:
-        state = self._optimizer.state.get(param, {})
+        shape = tuple(param.shape)
         accelerated = torch.device(self._device or param.device).type != "cpu"
         key = (group, shape, stride, dtype, param.dtype, accelerated, tuple(state))
         if key not in self._layouts:
@@ -190,11 +195,6 @@ class Describer:
 
 def check_plain(name: str, param: Tensor) -> None:
     """Refuse what is no plain dense tensor; the message names the parameter."""
-    if hasattr(param, "_local_tensor"):
-        raise UnsupportedOptimizerError(
-            f"{name} is a DTensor (FSDP2, tensor parallel), which offload cannot stream yet; "
-            "use it without offload"
-        )
     if param.layout != torch.strided or param.is_quantized:
         raise UnsupportedOptimizerError(
             f"{name} has layout {param.layout}, offload streams dense parameters only; "
@@ -229,9 +229,11 @@ def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) ->
         param = params[spec.position]
         grad = gradient_of(param)
         if grad is not None:
-            _check_same(spec, param)
             grad, factor = grad if isinstance(grad, ScaledGradient) else (grad, None)
             assert factor is None or spec.has_master
+            check_shard_gradient(spec.name, param, grad)
+            param, grad = here(param), here(grad)
+            _check_same(spec, param)
             bound[index] = Bound(param, _dense_grad(spec, grad), factor)
     return bound
 

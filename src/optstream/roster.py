@@ -16,8 +16,9 @@ from optstream.codecs import CodecChoice
 from optstream.distributed.exchange import EXCHANGE_BYTES, flat, is_dense
 from optstream.distributed.ownership import Cost
 from optstream.distributed.ranks import Ranks
+from optstream.distributed.shards import here, is_sharded
 from optstream.distributed.shares import EVERY_RANK, Part, Place, Shares
-from optstream.errors import ConfigError
+from optstream.errors import CheckpointError, ConfigError
 from optstream.params import Describer, parameter_names, unplanned
 from optstream.plan import ParamSpec, Piece, Plan, Window
 from optstream.rule import update_flops
@@ -108,9 +109,25 @@ class Roster:
     def values(self, rank: int, window: int, has_gradient: bytes) -> Iterator[Tensor]:
         """Yield the storage of what a window of a rank updates, as bytes; shards are left out."""
         for part in self.shares.windows[rank][window]:
-            if has_gradient[part.param] and part.stop > part.start:
-                param = self._at(self.shares.places[part.param])
+            sharded = self.shares.owners[part.param] == EVERY_RANK
+            if has_gradient[part.param] and part.stop > part.start and not sharded:
+                param = here(self._at(self.shares.places[part.param]))
                 yield flat(param)[part.start : part.stop].view(torch.uint8)
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what would take this rank's part of a parameter for all of it.
+
+        Raises:
+            CheckpointError: a parameter is sharded.
+        """
+        places = zip(self.shares.places, self.shares.owners, strict=True)
+        sharded = [self.name(*place) for place, owner in places if owner == EVERY_RANK]
+        if sharded:
+            raise CheckpointError(
+                f"{what}: {sharded[0]} and {len(sharded) - 1} more are sharded (DTensor), and this "
+                "version has no checkpoints or state_dicts of shards; a training that must resume "
+                "needs the optimizer without offload, or DistributedDataParallel"
+            )
 
     def _at(self, place: Place) -> Tensor:
         return self._optimizer.param_groups[place[0]]["params"][place[1]]  # type: ignore[no-any-return]
@@ -119,7 +136,8 @@ class Roster:
         """Return what must be the same on all ranks, for `check_same`."""
         return {
             f"parameter {self.name(g, i)}": f"{tuple(param.shape)} {param.dtype} at {(g, i)} "
-            f"with strides {param.stride()}, trained: {param.requires_grad}"
+            f"with strides {param.stride()}, trained: {param.requires_grad}, "
+            f"placements {getattr(param, 'placements', None)}"
             for g, group in enumerate(self._optimizer.param_groups)
             for i, param in enumerate(group["params"])
         }
@@ -159,7 +177,7 @@ class Roster:
         if not self.shares.places:
             self._codecs.check_used()
         costs = [cost_of(spec, self._optimizer) for spec in specs]
-        owners = self.shares.owners_of(costs, [False] * len(specs))
+        owners = self.shares.owners_of(costs, [is_sharded(self._at(place)) for place in places])
         mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]
         with self._ranks.together():
             plan = reserve(self.plan.extended([specs[i] for i in mine]))
@@ -184,7 +202,7 @@ class Roster:
     def _describe(self, place: Place) -> ParamSpec:
         name, param = self.name(*place), self._at(place)
         spec = self.describer.describe(name, *place)
-        if self._ranks.size > 1 and not is_dense(param):
+        if self._ranks.size > 1 and not is_sharded(param) and not is_dense(here(param)):
             raise ConfigError(
                 f"{name} has gaps or overlaps in its storage (strides {param.stride()}) and cannot "
                 "be sent to other ranks; make it contiguous"

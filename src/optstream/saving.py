@@ -13,6 +13,7 @@ from optstream.checkpoint.directory import check_space, check_target, existing_p
 from optstream.checkpoint.merge import merged
 from optstream.checkpoint.publish import publish
 from optstream.checkpoint.snapshot import Snapshot
+from optstream.distributed.shards import here
 from optstream.errors import OutOfSpaceError
 from optstream.freezing import Freezer
 from optstream.state import StreamedState
@@ -71,4 +72,4 @@ class Saver:
         planned = [
             (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
         ]
-        return {param: snapshot.state(spec.name, param, folder) for param, spec in planned}
+        return {param: snapshot.state(spec.name, here(param), folder) for param, spec in planned}

@@ -21,6 +21,7 @@ from optstream.checkpoint.match import some
 from optstream.distributed.agreement import Turn, check_turns, make_turn
 from optstream.distributed.exchange import Exchange
 from optstream.distributed.ranks import Ranks
+from optstream.distributed.shards import here
 from optstream.errors import ModelChangedError, RankError, StateChangedError, WindowIOError
 from optstream.headers import window_files
 from optstream.params import Bound, bind, gradient_source
@@ -243,7 +244,7 @@ class StreamedState:
         """
         bound = {}
         for index in states:
-            param = self.roster.param(index)
+            param = here(self.roster.param(index))
             bound[index] = Bound(param, param)
         order = self._order(bound)
         self.start_anew({})

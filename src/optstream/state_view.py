@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optstream.distributed.shards import here
 from optstream.errors import StateChangedError
 from optstream.state import StreamedState
 from optstream.update import stored_values, working_copy
@@ -88,7 +89,8 @@ class ParamView:
         for window, piece in self._state.roster.pieces(self._index):
             extent = piece.extent(key)
             data = self._state.stream.look(window, extent.offset, extent.num_bytes)
-            values = stored_values(data, extent, piece, self._state.roster.param(self._index))
+            param = here(self._state.roster.param(self._index))
+            values = stored_values(data, extent, piece, param)
             flat[piece.start : piece.start + extent.numel] = values
         return flat.as_strided(state.shape, state.stride)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.distributed.shards import here
 from optstream.errors import StateChangedError
 from optstream.layout import (
     changed_values,
@@ -96,7 +97,7 @@ class Updater:
                 if key not in extents and not is_streamed(value):
                     record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
-                part = part_of(value.detach(), piece)
+                part = part_of(here(value).detach(), piece)
                 extent = extents.get(key)
                 if extent is None or part.shape != extent.shape:
                     raise StateChangedError(
