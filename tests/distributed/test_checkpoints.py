@@ -73,7 +73,9 @@ def expected(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return list(plain_steps(MAKES[name], make_model(dtype), BEFORE + AFTER))[-1]
 
 
-@pytest.mark.parametrize("saved_on", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "saved_on", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4))]
+)
 def test_any_number_of_ranks_loads_what_any_number_saved(
     saved_on: int, ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

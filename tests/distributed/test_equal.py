@@ -69,7 +69,8 @@ def test_steps_are_those_of_one_process(
 def grows(directory: Path) -> Any:
     """Add a group on the way."""
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(6)]
-    with offloaded(lambda _: torch.optim.Adam(params[:3]), nn.Module(), directory) as optimizer:
+    model = nn.ParameterList(params)
+    with offloaded(lambda _: torch.optim.Adam(params[:3]), model, directory) as optimizer:
         for step in range(4):
             if step == 2:
                 optimizer.add_param_group({"params": params[3:], "lr": 0.1})
