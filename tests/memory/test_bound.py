@@ -79,7 +79,8 @@ def check(measured: Measured) -> None:
     assert measured.steps[0] <= measured.bound
     assert max(measured.steps) <= measured.bound
     assert measured.checkpoint <= measured.bound
-    assert measured.closed <= measured.bound // 2
+    # objects of hundreds of windows and the allocator's slack are left, buffers are not
+    assert measured.closed <= measured.bound * 2 // 3
 
 
 def test_a_small_state(tmp_path: Path) -> None:
