@@ -29,9 +29,9 @@ from contest import make_params, run_rounds
 
 import optstream
 from optstream.optimizer import StreamedOptimizer
-from optstream.params import bind
 from optstream.store.base import PIECE_BYTES
 from optstream.stream.slots import allocate
+from optstream.streamed.params import bind
 from optstream.training.config import CODECS
 from optstream.units import format_bytes, parse_bytes
 

@@ -1,8 +1,8 @@
 """StreamedOptimizer: a torch optimizer whose state is on the drive. Read this file first.
 
-`offload()` in wrap.py makes it; `step()` is what training calls. state.py has the loop behind it:
-agree with the other ranks, bind today's parameters and gradients, let the stream bring one window
-of state after another, update each, send what is new.
+`offload()` in wrap.py makes it; `step()` is what training calls. streamed/state.py has the loop
+behind it: agree with the other ranks, bind today's parameters and gradients, let the stream bring
+one window of state after another, update each, send what is new.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from optstream.checkpoint.match import by_name
 from optstream.distributed.agreement import check_same
 from optstream.distributed.place import Place, release
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
-from optstream.loading import Loader
 from optstream.plan import Plan
 from optstream.report import Reporter, StepReport
-from optstream.saving import Saver
-from optstream.state import StreamedState
-from optstream.state_view import StateView
 from optstream.stream.background import Background
+from optstream.streamed.loading import Loader
+from optstream.streamed.saving import Saver
+from optstream.streamed.state import StreamedState
+from optstream.streamed.view import StateView
 
 StrPath = str | os.PathLike[str]
 

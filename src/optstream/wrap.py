@@ -20,10 +20,10 @@ from optstream.optimizer import StreamedOptimizer
 from optstream.plan import parse_window_bytes
 from optstream.ram import Ram
 from optstream.report import Reporter, process_rank
-from optstream.roster import Roster
-from optstream.rule import check_optimizer
-from optstream.state import StreamedState
 from optstream.store import open_store
+from optstream.streamed.roster import Roster
+from optstream.streamed.rule import check_optimizer
+from optstream.streamed.state import StreamedState
 from optstream.units import parse_bytes
 
 log = logging.getLogger("optstream")

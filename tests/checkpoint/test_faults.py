@@ -206,7 +206,7 @@ def test_a_copy_that_runs_out_of_space_is_an_error_of_wait(
         free = os.statvfs(small_drive)
         check = directories.check_space
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("optstream.saving.check_space", lambda *_: check(small_drive, 0))
+            patch.setattr("optstream.streamed.saving.check_space", lambda *_: check(small_drive, 0))
             with open(small_drive / "other", "wb") as other:
                 os.posix_fallocate(other.fileno(), 0, (free.f_bavail - 500) * free.f_frsize)
             saving = optimizer.save(small_drive / "checkpoint", wait=False)

@@ -125,7 +125,7 @@ def test_files_that_are_replaced_before_they_are_taken_over(
         return snapshot
 
     third_params, third = streamed(tmp_path / "third")
-    monkeypatch.setattr("optstream.loading.open_checkpoint", replaced)
+    monkeypatch.setattr("optstream.streamed.loading.open_checkpoint", replaced)
     with other, third:
         third.load(path)
         go_on(third_params, third, [2])

@@ -64,7 +64,9 @@ def processes() -> Any:
     """Return a context whose processes are forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     # torch imports the latter when its first optimizer is made, which takes a second
-    context.set_forkserver_preload(["optstream.gradients", "optstream.muon", "torch._dynamo"])
+    context.set_forkserver_preload(
+        ["optstream.distributed.gradients", "optstream.muon", "torch._dynamo"]
+    )
     return context
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import optstream
-from optstream.params import Describer
 from optstream.plan import SLICE_ALIGNMENT
+from optstream.streamed.params import Describer
 from parity.cases import (
     Case,
     assert_same_bits,

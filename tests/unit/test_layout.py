@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 import optstream
 from optstream.layout import find_layout
 from optstream.memory import read_memory
-from optstream.params import Describer
 from optstream.plan import MASTER, ParamSpec, Plan, Temporaries
+from optstream.streamed.params import Describer
 from parity.cases import Case, make_params, set_grads, torch_cases
 
 HUGE = (100_000, 50_000)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from optstream.errors import CheckpointError
 from optstream.layout import is_streamed
 from optstream.plan import MASTER, ParamSpec
-from optstream.roster import is_positional
+from optstream.streamed.roster import is_positional
 
 _SHOWN = 3
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

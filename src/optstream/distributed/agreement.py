@@ -12,7 +12,7 @@ from torch import Tensor
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shares import EVERY_RANK, Place, Shares
 from optstream.errors import RankError
-from optstream.params import GradientOf
+from optstream.streamed.params import GradientOf
 
 
 def check_same(ranks: Ranks, facts: Mapping[str, str]) -> None:

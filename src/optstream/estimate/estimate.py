@@ -9,9 +9,9 @@ from functools import cached_property
 
 from optstream.estimate.node import Node
 from optstream.estimate.planning import NO_RAM, resized
-from optstream.headers import window_files
 from optstream.plan import Plan
 from optstream.ram import MARGIN_SHARE, MIN_MARGIN_BYTES, Budget
+from optstream.streamed.headers import window_files
 from optstream.units import format_bytes
 
 _SMALLEST_WINDOW_BYTES = 8 * 2**20

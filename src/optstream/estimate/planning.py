@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from optstream.codecs import EXACT, CodecChoice
 from optstream.distributed.shares import Shares
 from optstream.errors import ConfigError
-from optstream.params import Describer, parameter_names, unplanned
 from optstream.plan import ParamSpec, Plan
 from optstream.ram import Budget
-from optstream.roster import cost_of, empty_plan
+from optstream.streamed.params import Describer, parameter_names, unplanned
+from optstream.streamed.roster import cost_of, empty_plan
 from optstream.units import format_bytes
 
 NO_RAM = Budget()

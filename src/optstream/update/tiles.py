@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from optstream.codecs import Place, in_memory_order, salt
-from optstream.params import Bound
 from optstream.plan import MASTER, Extent, ParamSpec, Piece, Plan, Temporaries, Window
+from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy

@@ -30,8 +30,8 @@ from optstream.layout import (
     step_on,
 )
 from optstream.memory import trim_heap
-from optstream.params import Bound
 from optstream.plan import EXACT, MASTER, Plan, Temporaries, Window
+from optstream.streamed.params import Bound
 from optstream.units import format_bytes
 from optstream.update.record import Record
 from optstream.update.tiles import TRIM_BYTES, Tile, Tiles

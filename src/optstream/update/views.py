@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from optstream.params import Bound
 from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, Window, aligned
+from optstream.streamed.params import Bound
 
 
 def extent_view(buffer: Tensor, extent: Extent) -> Tensor:

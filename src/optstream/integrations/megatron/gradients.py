@@ -20,7 +20,7 @@ from torch import Tensor
 
 from optstream.errors import ConfigError
 from optstream.integrations.megatron.held import Groups, Held, masters_attribute
-from optstream.params import ScaledGradient
+from optstream.streamed.params import ScaledGradient
 
 
 class Gradients:

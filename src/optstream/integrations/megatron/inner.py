@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from optstream.integrations.megatron.gradients import Gradients
 from optstream.integrations.megatron.held import Groups
 from optstream.layout import hyperparameters
-from optstream.params import ScaledGradient
+from optstream.streamed.params import ScaledGradient
 
 _ELEMENTWISE = ("FusedAdam", "Lion")
 """Rules of Transformer Engine, Apex and emerging-optimizers that flat slices may be given to."""

@@ -15,9 +15,9 @@ from optstream.checkpoint.publish import publish
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.shards import here
 from optstream.errors import OutOfSpaceError
-from optstream.freezing import Freezer
-from optstream.state import StreamedState
 from optstream.stream.background import Background
+from optstream.streamed.freezing import Freezer
+from optstream.streamed.state import StreamedState
 
 
 class Saver:

@@ -18,8 +18,8 @@ from optstream.checkpoint.manifest import (
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import StateChangedError
 from optstream.layout import hyperparameters
-from optstream.state import StreamedState
 from optstream.store.base import PIECE_BYTES, FrozenFile
+from optstream.streamed.state import StreamedState
 from optstream.update import working_copy
 
 

@@ -20,8 +20,8 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.shards import here
 from optstream.errors import CheckpointError, RankError, WindowIOError
 from optstream.layout import Shell, hyperparameters
-from optstream.state import StreamedState
 from optstream.store.base import PIECE_BYTES
+from optstream.streamed.state import StreamedState
 from optstream.update import Record, working_copy
 
 Groups = Sequence[Mapping[str, Any]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optstream.distributed.shards import here
 from optstream.errors import StateChangedError
-from optstream.state import StreamedState
+from optstream.streamed.state import StreamedState
 from optstream.update import stored_values, working_copy
 
 

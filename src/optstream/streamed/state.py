@@ -23,13 +23,13 @@ from optstream.distributed.exchange import Exchange
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here
 from optstream.errors import ModelChangedError, RankError, StateChangedError, WindowIOError
-from optstream.headers import window_files
-from optstream.params import Bound, bind, gradient_source
 from optstream.plan import Plan
 from optstream.ram import Ram
-from optstream.roster import Roster
 from optstream.store.base import Store
 from optstream.stream import open_stream
+from optstream.streamed.headers import window_files
+from optstream.streamed.params import Bound, bind, gradient_source
+from optstream.streamed.roster import Roster
 from optstream.update import Record, Updater
 
 log = logging.getLogger("optstream")

@@ -19,9 +19,9 @@ from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here, is_sharded
 from optstream.distributed.shares import EVERY_RANK, Part, Place, Shares
 from optstream.errors import CheckpointError, ConfigError
-from optstream.params import Describer, parameter_names, unplanned
 from optstream.plan import ParamSpec, Piece, Plan, Window
-from optstream.rule import update_flops
+from optstream.streamed.params import Describer, parameter_names, unplanned
+from optstream.streamed.rule import update_flops
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")

@@ -21,7 +21,7 @@ from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimize
 from optstream.format import is_dense
 from optstream.layout import Layout, find_layout
 from optstream.plan import MASTER, ParamSpec, StateTensor
-from optstream.rule import ELEMENTWISE, is_elementwise
+from optstream.streamed.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
