@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,12 +52,16 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def take_steps(
-    optimizer: torch.optim.Optimizer, dtype: torch.dtype, of: Callable[[Tensor], Tensor]
+def give_gradients(
+    optimizer: torch.optim.Optimizer, step: int, of: Callable[[Tensor], Tensor]
 ) -> None:
+    for index, param in enumerate(params_of(optimizer)):
+        param.grad = of(values(tuple(param.shape), 100 * step + index + 50, param.dtype))
+
+
+def take_steps(optimizer: torch.optim.Optimizer, of: Callable[[Tensor], Tensor]) -> None:
     for step in range(STEPS):
-        for index, param in enumerate(params_of(optimizer)):
-            param.grad = of(values(tuple(param.shape), 100 * step + index + 50, dtype))
+        give_gradients(optimizer, step, of)
         optimizer.step()
 
 
@@ -77,8 +82,8 @@ def same(left: Tensor, right: Tensor) -> bool:
 def compare(mesh_shape: tuple[int, ...], placements: list[Any], dtype: torch.dtype) -> list[str]:
     mesh = init_device_mesh("cpu", mesh_shape)
     plain, sharded = make(dtype, Tensor.clone), make(dtype, lambda t: spread(t, mesh, placements))
-    take_steps(plain, dtype, Tensor.clone)
-    take_steps(sharded, dtype, lambda t: spread(t, mesh, placements))
+    take_steps(plain, Tensor.clone)
+    take_steps(sharded, lambda t: spread(t, mesh, placements))
     wrong = []
     for index, (a, b) in enumerate(zip(params_of(plain), params_of(sharded), strict=True)):
         if not same(a, b):
@@ -117,4 +122,61 @@ def all_meshes(size: int) -> list[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_plain(ranks: Ranks, size: int) -> None:
     for wrong in ranks(size, all_meshes, size):
+        assert wrong == [], "\n".join(wrong)
+
+
+def make_many(dtype: torch.dtype, of: Callable[[Tensor], Tensor]) -> optstream.Muon:
+    """Return an optimizer with more windows than slots."""
+    optimizer = make(dtype, of)
+    params = [nn.Parameter(of(values((96 + n, 128), n, dtype))) for n in range(20)]
+    optimizer.add_param_group({"params": params, "weight_decay": 0.1})
+    return optimizer
+
+
+def streamed(
+    directory: Path,
+    mesh_shape: tuple[int, ...],
+    placements: list[Any],
+    dtype: torch.dtype,
+    **more: Any,
+) -> list[str]:
+    """Return where the streamed optimizer differs from the plain one on masters, in any bit."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+
+    def of(tensor: Tensor) -> Tensor:
+        return spread(tensor, mesh, placements)
+
+    plain = make_many(torch.float32, lambda t: of(t.to(dtype).float()))
+    with optstream.offload(
+        make_many(dtype, of), directory, window="64KiB", process_group=dist.group.WORLD, **more
+    ) as opt:
+        for step in range(STEPS):
+            give_gradients(plain, step, lambda t: of(t.to(dtype).float()))
+            give_gradients(opt, step, of)
+            plain.step()
+            opt.step()
+        pairs = zip(params_of(plain), params_of(opt), strict=True)
+        wrong = [
+            f"parameter {index}"
+            for index, (a, b) in enumerate(pairs)
+            if not torch.equal(bits(a.to(dtype)), bits(b))
+        ]
+        if opt.plan.num_windows < 5 or opt.report is None or not opt.report.read_bytes:
+            wrong.append(f"does not stream: {opt.plan.num_windows} {opt.report}")
+    return wrong
+
+
+def streamed_meshes(directory: Path, size: int) -> list[str]:
+    wrong = []
+    for index, (mesh_shape, placements) in enumerate(MESHES):
+        if torch.Size(mesh_shape).numel() == size:
+            dtype = (torch.float32, torch.bfloat16)[index % 2]
+            for each in streamed(directory, mesh_shape, placements, dtype):
+                wrong.append(f"{mesh_shape} {placements} {dtype} {each}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_streamed(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    for wrong in ranks(size, streamed_meshes, tmp_path, size):
         assert wrong == [], "\n".join(wrong)

@@ -12,8 +12,8 @@ Who owns what follows from costs and shapes, which are the same on all ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -157,7 +157,7 @@ class _Mail:
                 self._unpacked.append((part, buffer))
             self._add(dist.irecv, buffer, parts, place)
 
-    def _add(self, call: object, buffer: Tensor, parts: Parts, place: int) -> None:
+    def _add(self, call: Callable[..., Any], buffer: Tensor, parts: Parts, place: int) -> None:
         self._messages.append(dist.P2POp(call, buffer, parts.ranks[place], parts.group))
 
     def deliver(self) -> None:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def parts_of(name: str, tensor: Tensor) -> Parts:
     return Parts(shape, ranks, boxes, here, group)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _boxes(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
@@ -123,7 +123,7 @@ def _make_up(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
 def _inside(box: Box, shape: Sequence[int]) -> bool:
     sides = zip(box.offset, box.shape, shape, strict=True)
-    return all(0 <= at and at + num <= size for at, num, size in sides)
+    return all(at >= 0 and at + num <= size for at, num, size in sides)
 
 
 def _overlap(a: Box, b: Box) -> bool:

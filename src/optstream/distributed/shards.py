@@ -46,6 +46,26 @@ def here(value: Value) -> Value:
         return value.to_local().detach()  # type: ignore[attr-defined,no-any-return]
 
 
+def as_part(part: Tensor, whole: Tensor | None) -> Tensor:
+    """Return this rank's part of something as a DTensor laid out as `whole`, in the same storage.
+
+    None stands for what is not sharded.
+    """
+    if whole is None:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    # without the shape torch would take all parts for as large as this one
+    return DTensor.from_local(
+        part,
+        mesh_of(whole),
+        whole.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 def check_sum(name: str, param: Tensor) -> None:
     """Refuse a DTensor that is a sum still to be made.
 

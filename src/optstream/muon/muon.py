@@ -182,7 +182,8 @@ class Muon(Optimizer):
             state = self.state[param]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(param)
-            tensors = param, param.grad, state["momentum_buffer"]
+            assert param.grad is not None
+            tensors: tuple[Tensor, Tensor, Tensor] = param, param.grad, state["momentum_buffer"]
             if is_scattered(group, param):
                 yield Scattered(group, *tensors)
             else:

@@ -7,7 +7,7 @@ an owner, orthogonalised there by the code that plain tensors use, and its parts
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,12 +98,12 @@ def _options(group: dict[str, Any], names: tuple[str, ...]) -> _Options:
     return tuple((name, group[name]) for name in names)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cost(shape: tuple[int, ...], options: _Options) -> Cost:
     return Cost(muon_flops(shape, dict(options)), math.prod(shape))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _scales(shape: tuple[int, ...], options: _Options) -> tuple[tuple[int, int, float], ...]:
     """Return runs of rows whose matrices have one scale: start, stop, scale."""
     group = dict(options)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from optstream.checkpoint.match import some
 from optstream.distributed.agreement import Turn, check_turns, make_turn
 from optstream.distributed.exchange import Exchange
+from optstream.distributed.lockstep import Lockstep
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here
 from optstream.errors import ModelChangedError, RankError, StateChangedError, WindowIOError
@@ -129,6 +130,8 @@ class StreamedState:
             number: of the step, for errors.
         """
         self._updater.step = number
+        # not by what this rank did last: ranks that update matrices together need one order
+        self._backwards = number % 2 == 0
         with self._waits_counted(), self.ranks.together(), self._progress_named(number):
             turns, bound = self._take_turns()
             mine = turns[self.ranks.rank].windows
@@ -161,7 +164,8 @@ class StreamedState:
             self._extend([each.wanted for each in turns])
             turn, bound = self._turn()
             turns = self.ranks.gather(turn)
-        check_turns(self.ranks, turns, self.roster.shares, self._optimizer.param_groups)
+        groups, shares = self._optimizer.param_groups, self.roster.shares
+        check_turns(self.ranks, turns, shares, groups, self.roster.gathered)
         return turns, bound
 
     def _turn(self) -> tuple[Turn, dict[int, Bound]]:
@@ -170,18 +174,25 @@ class StreamedState:
         bound = bind(self.plan.params, groups, gradient_of)
         left = [window for window in self._order(bound) if window not in self._done]
         shares, wanted = self.roster.shares, self.roster.wanted()
-        return make_turn(shares, groups, wanted, left, gradient_of), bound
+        together = [self.roster.first(window) for window in left if self._is_gathered(window)]
+        return make_turn(shares, groups, wanted, left, together, gradient_of), bound
 
     def _update(self, left: Sequence[int], bound: Mapping[int, Bound], exchange: Exchange) -> None:
         self._num_left = len(left)
-        with self._windows(left, bound) as windows:
+        lockstep = Lockstep(self.ranks, any(map(self._is_gathered, left[:1])))
+        with self._windows(left, bound) as windows, lockstep:
             for window, data in windows:
+                lockstep.meet(self._is_gathered(window))
                 start = time.perf_counter()
                 self._updater.update(self.plan, self.plan.windows[window], data, bound)
                 self.update_s += time.perf_counter() - start
                 self._done.add(window)
                 self._num_left -= 1
                 exchange.advance()
+            lockstep.meet(False)
+
+    def _is_gathered(self, window: int) -> bool:
+        return self.plan.windows[window].gathered
 
     @property
     def num_updated(self) -> int:
@@ -220,8 +231,6 @@ class StreamedState:
         self._updater.commit(groups, advancing)
         # a scheduler made before wrapping looks there and warns of a wrong order otherwise
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._done:
-            self._backwards = not self._backwards
         self._done = set()
         if self._updater.followed:
             names = sorted(self._updater.followed)
@@ -278,6 +287,7 @@ class StreamedState:
             for index, window in enumerate(self.plan.windows)
             if any(piece.param in bound for piece in window.pieces)
         ]
+        active.sort(key=lambda index: not self._is_gathered(index))  # at one end on all ranks
         return active[::-1] if self._backwards else active
 
     def _device(self, window: int, bound: Mapping[int, Bound]) -> torch.device:

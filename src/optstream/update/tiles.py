@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optstream.codecs import Place, in_memory_order, salt
+from optstream.distributed.shards import as_part
 from optstream.plan import MASTER, Extent, ParamSpec, Piece, Plan, Temporaries, Window
 from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
@@ -51,12 +52,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """A piece of a parameter, its gradient, and the parameter's own attributes."""
+    """A piece of a parameter and its gradient."""
 
     target: Tensor
     grad: Tensor
-    factor: Tensor | None
-    attributes: Mapping[str, Any]
+    bound: Bound
 
 
 @dataclass
@@ -98,9 +98,12 @@ class Tiles:
                 plan.params[piece.param], piece, buffer, bound[piece.param], gradients
             )
         ]
-        # new state is made by the optimizer itself: one piece at a time keeps that within the bound
-        yield from ([tile] for tile in tiles if tile.makes_state)
-        yield from _batches([tile for tile in tiles if not tile.makes_state])
+        if window.gathered:
+            yield from [tiles] if tiles else []  # at once: every rank has something to compute
+        else:
+            # new state is made by the optimizer itself: one at a time keeps that within the bound
+            yield from ([tile] for tile in tiles if tile.makes_state)
+            yield from _batches([tile for tile in tiles if not tile.makes_state])
         if encoded:
             yield from self._encoded(plan, encoded, buffer, bound)
 
@@ -157,14 +160,13 @@ class Tiles:
             self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = next(gradients)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
             grad = _widened(wide, grad, bound.factor)
-        attributes = vars(bound.param)
         if piece.numel <= spec.max_tile:
-            yield self._tile(spec, piece, 0, target, grad, views, attributes)
+            yield self._tile(spec, piece, 0, target, grad, views, bound)
             return
         for start in range(0, piece.numel, spec.max_tile):
             part = slice(start, start + spec.max_tile)
             of_tile = {key: view[part] for key, view in views.items()}
-            yield self._tile(spec, piece, start, target[part], grad[part], of_tile, attributes)
+            yield self._tile(spec, piece, start, target[part], grad[part], of_tile, bound)
 
     def _encoded(
         self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
@@ -177,10 +179,10 @@ class Tiles:
             whole = _Gradient(
                 part_of(here.param.detach(), piece),
                 part_of(here.grad.detach(), piece),
-                here.factor,
-                vars(here.param),
+                here,
             )
             alone = spec.temporaries is Temporaries.BATCHED or self._makes_state(spec, piece.param)
+            alone = alone or spec.gathered is not None  # whatever fits here, all ranks do the same
             for start in _starts(piece, spec):
                 stop = min(start + spec.max_tile, piece.numel)
                 if run and (alone or not scratch.fits(spec.scratch_bytes(stop - start))):
@@ -217,10 +219,10 @@ class Tiles:
             else:
                 self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = scratch.take(stop - start).as_strided(target.shape, views[MASTER].stride())
-            grad = _widened(wide, grad, whole.factor)
+            grad = _widened(wide, grad, whole.bound.factor)
         for key in decoded.keys() & stored - {MASTER}:
             scratch.decode(decoded[key], Place())
-        return self._tile(spec, piece, start, target, grad, views, whole.attributes, decoded)
+        return self._tile(spec, piece, start, target, grad, views, whole.bound, decoded)
 
     def _tile(
         self,
@@ -230,16 +232,19 @@ class Tiles:
         target: Tensor,
         grad: Tensor,
         views: dict[str, Tensor],
-        attributes: Mapping[str, Any],
+        bound: Bound,
         decoded: dict[str, Decoded] | None = None,
     ) -> Tile:
         record = self.records[piece.param]
-        proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
-        vars(proxy).update(attributes)  # rules ask parameters what they are (tensor parallel, QKV)
-        proxy.grad = grad
+        values = views[MASTER] if spec.has_master else target
+        proxy = nn.Parameter(as_part(values, bound.whole))
+        # rules ask parameters what they are (tensor parallel, QKV)
+        vars(proxy).update(vars(bound.param))
+        proxy.grad = as_part(grad, bound.whole)
         state = working_copy(record.kept)
         state.update(record.unplanned.get(piece.start + start, {}))
-        state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
+        stored = [key for key in views if key in record.stored and key != MASTER]
+        state.update({key: as_part(views[key], bound.whole) for key in stored})
         makes_state = self._makes_state(spec, piece.param)
         start += piece.start
         return Tile(

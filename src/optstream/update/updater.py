@@ -202,7 +202,7 @@ class Updater:
         record = self._next.setdefault(tile.param, Record())
         stored = {MASTER} if tile.spec.has_master else set()
         for key, value in state.items():
-            view = tile.views.get(key)
+            value, view = here(value), tile.views.get(key)
             if view is not None and isinstance(value, Tensor) and _fits(value, view):
                 if value.data_ptr() != view.data_ptr():
                     view.copy_(value)
