@@ -260,8 +260,8 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
     if tuple(param.shape) != spec.shape or param.dtype != spec.dtype:
         raise ModelChangedError(
             f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
-            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
-            "final shape and dtype"
+            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its final shape "
+            "and dtype (after fully_shard)"
         )
     if spec.elementwise and not param.is_contiguous():
         # a flat slice of it would be a copy, and its update lost

@@ -19,7 +19,7 @@ from optstream.distributed.parts import parts_of
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here, is_sharded
 from optstream.distributed.shares import EVERY_RANK, Part, Place, Shares
-from optstream.errors import CheckpointError, ConfigError
+from optstream.errors import CheckpointError, ConfigError, ModelChangedError
 from optstream.plan import ParamSpec, Piece, Plan, Window
 from optstream.streamed.params import Describer, parameter_names, unplanned
 from optstream.streamed.rule import update_flops
@@ -117,6 +117,15 @@ class Roster:
         """Return where a parameter of the plan lies: windows, and its pieces in them."""
         return self._pieces[index]
 
+    def tensors_at(self, window: int, start: int, stop: int) -> list[str]:
+        """Return "name/key" of what lies in a range of bytes of a window's data."""
+        return [
+            f"{self.plan.params[piece.param].name}/{extent.key}"
+            for piece in self.plan.windows[window].pieces
+            for extent in piece.extents
+            if extent.offset < stop and start < extent.offset + extent.num_bytes
+        ]
+
     def values(self, rank: int, window: int, has_gradient: bytes) -> Iterator[Tensor]:
         """Yield the storage of what a window of a rank updates, as bytes; shards are left out."""
         for part in self.shares.windows[rank][window]:
@@ -142,6 +151,22 @@ class Roster:
 
     def _at(self, place: Place) -> Tensor:
         return self._optimizer.param_groups[place[0]]["params"][place[1]]  # type: ignore[no-any-return]
+
+    def check_model(self) -> None:
+        """Refuse a step for which the model has gradients in other parameters than the optimizer's.
+
+        Raises:
+            ModelChangedError: names the first.
+        """
+        of_model = dict(self._model.named_parameters()) if self._model is not None else {}
+        for place, name in self._names.items():
+            param = of_model.get(name)
+            if param is not None and param.grad is not None and param is not self._at(place):
+                raise ModelChangedError(
+                    f"{name} of the model has a gradient and is no longer the parameter that the "
+                    "optimizer has: fully_shard, or something like it, has replaced it since; "
+                    "make the optimizer, and wrap it, after that"
+                )
 
     def facts(self) -> dict[str, str]:
         """Return what must be the same on all ranks, for `check_same`."""

@@ -71,6 +71,7 @@ class StreamedState:
         self._optimizer = optimizer
         self._updater = Updater(optimizer, codec_seed)
         self._backwards = False
+        self._moves = False  # some rank, in this step: all of them turn their scans together
         self._done: set[int] = set()
         self._num_left = 0
 
@@ -130,10 +131,9 @@ class StreamedState:
             number: of the step, for errors.
         """
         self._updater.step = number
-        # not by what this rank did last: ranks that update matrices together need one order
-        self._backwards = number % 2 == 0
         with self._waits_counted(), self.ranks.together(), self._progress_named(number):
             turns, bound = self._take_turns()
+            self._moves = self._moves or any(turn.windows for turn in turns)
             mine = turns[self.ranks.rank].windows
             exchange = Exchange(
                 self.ranks,
@@ -172,6 +172,8 @@ class StreamedState:
         groups = self._optimizer.param_groups
         gradient_of = gradient_source(self._optimizer)
         bound = bind(self.plan.params, groups, gradient_of)
+        if not bound:
+            self.roster.check_model()
         left = [window for window in self._order(bound) if window not in self._done]
         shares, wanted = self.roster.shares, self.roster.wanted()
         together = [self.roster.first(window) for window in left if self._is_gathered(window)]
@@ -218,12 +220,7 @@ class StreamedState:
         if error.window is None:
             return []
         start = error.offset - len(self.store.file(error.window).header)
-        return [
-            f"{self.plan.params[piece.param].name}/{extent.key}"
-            for piece in self.plan.windows[error.window].pieces
-            for extent in piece.extents
-            if extent.offset < start + error.num_bytes and start < extent.offset + extent.num_bytes
-        ]
+        return self.roster.tensors_at(error.window, start, start + error.num_bytes)
 
     def _finish(self) -> None:
         groups = self._optimizer.param_groups
@@ -231,7 +228,9 @@ class StreamedState:
         self._updater.commit(groups, advancing)
         # a scheduler made before wrapping looks there and warns of a wrong order otherwise
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._done = set()
+        if self._moves:
+            self._backwards = not self._backwards
+        self._moves, self._done = False, set()
         if self._updater.followed:
             names = sorted(self._updater.followed)
             log.info(
@@ -268,7 +267,7 @@ class StreamedState:
         """Forget what is in memory, and a step that failed half-way; keep these instead."""
         self._updater.reset()
         self._updater.records.update(records)
-        self._done, self._num_left = set(), 0
+        self._moves, self._done, self._num_left = False, set(), 0
 
     # -- windows ----------------------------------------------
 
