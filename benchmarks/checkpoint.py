@@ -7,11 +7,16 @@ Ratios are of medians over rounds of one run in which the contestants take turns
 machines are shared and their speed drifts. The same state (AdamW, fused) is held twice: streamed,
 and in memory by the plain optimizer.
 
-    save / torch.save    `save()`, its writes of the step before included, and torch.save of the
-                         plain optimizer's state_dict from memory, made durable by fsync
-    save / async_save    the same and the time for which torch.distributed.checkpoint.async_save of
-                         the plain optimizer's state_dict blocks
-    step after           the first step after a save and an ordinary one, their writes included
+Each save follows a step at once, whose last writes are then still under way.
+
+    blocks               the time for which `save(wait=False)` blocks training, against torch.save of
+                         the plain optimizer's state_dict from memory, made durable by fsync, and
+                         against the time for which torch.distributed.checkpoint.async_save of it
+                         blocks
+    save                 all of `save()`, which returns when the checkpoint is durable: what is left
+                         of the step's writes included; and without them, when they are through
+    step after           the first step after a save and an ordinary one, their writes included;
+                         beside: the rest of the save goes on meanwhile
     load / torch.load    `load()` and torch.load of the file that torch.save wrote
 """
 
@@ -82,7 +87,14 @@ class Contest:
         self.streamed.step()
         seconds["save"].append(timed(lambda: self.streamed.save(checkpoint)))
         seconds["step after"].append(timed(self.step))
+        seconds["settled save"].append(timed(lambda: self.streamed.save(checkpoint)))
+        self.step()
         seconds["step"].append(timed(self.step))
+        self.streamed.step()
+        seconds["blocks"].append(timed(lambda: self.streamed.save(checkpoint, wait=False)))
+        seconds["step beside"].append(timed(self.step))
+        self.streamed._saver.background.wait()
+        self.step()
         seconds["async_save"].append(self.async_save())
         seconds["torch.load"].append(timed(lambda: torch.load(self.directory / "state.pt")))
         seconds["load"].append(timed(lambda: self.streamed.load(checkpoint)))
@@ -99,14 +111,18 @@ def measure(directory: Path, state: str, window: str, rounds: int) -> None:
         contest.round(seconds)
     contest.streamed.close()
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    print(
-        f"{format_bytes(parse_bytes(state)):>9} {median['save']:7.3f} "
-        f"{median['save'] / median['torch.save']:17.3f} "
-        f"{median['save'] / median['async_save']:17.3f} "
-        f"{median['step after'] / median['step']:11.2f} "
-        f"{median['load'] / median['torch.load']:17.3f}",
-        flush=True,
-    )
+    columns = [
+        f"{median['blocks']:.3f} s",
+        f"{median['blocks'] / median['torch.save']:.4f}",
+        f"{median['blocks'] / median['async_save']:.3f}",
+        f"{median['save']:.3f} s",
+        f"{median['save'] / median['torch.save']:.3f}",
+        f"{median['settled save'] / median['torch.save']:.3f}",
+        f"{median['step after'] / median['step']:.2f}",
+        f"{median['step beside'] / median['step']:.2f}",
+        f"{median['load'] / median['torch.load']:.3f}",
+    ]
+    print(" | ".join([f"| {format_bytes(parse_bytes(state))}", *columns]), "|", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,7 +135,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.directory.mkdir(parents=True, exist_ok=True)
     store = dist.FileStore(str(args.directory / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    print("    state  save s save / torch.save save / async_save  step after load / torch.load")
+    print(
+        "| state | blocks | / torch.save | / async_save | save | / torch.save | settled / torch.save "
+        "| step after | beside | load / torch.load |"
+    )
     try:
         for state in args.state:
             measure(args.directory, state, args.window, args.rounds)
