@@ -15,8 +15,10 @@ Each save follows a step at once, whose last writes are then still under way.
                          blocks
     save                 all of `save()`, which returns when the checkpoint is durable: what is left
                          of the step's writes included; and without them, when they are through
-    step after           the first step after a save and an ordinary one, their writes included;
-                         beside: the rest of the save goes on meanwhile
+    step after           the first step after a save and an ordinary one, their writes included
+    step beside          the first step after `save(wait=False)`, the rest of which goes on
+                         meanwhile, and one behind a step that was not saved; both find the last
+                         writes of that step under way
     load / torch.load    `load()` and torch.load of the file that torch.save wrote
 """
 
@@ -79,27 +81,33 @@ class Contest:
         shutil.rmtree(path)
         return blocked_s
 
+    def step_and_save(self, *, settled: bool = False, wait: bool = True) -> float:
+        """Return the seconds for which a save to a new path blocks, behind a step."""
+        checkpoint = self.directory / "checkpoint"
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        self.step() if settled else self.streamed.step()
+        return timed(lambda: self.streamed.save(checkpoint, wait=wait))
+
     def round(self, seconds: Seconds) -> None:
         """Let everybody have a turn; what a turn leaves behind is gone before the next."""
-        checkpoint = self.directory / "checkpoint"
         seconds["torch.save"].append(timed(self.torch_save))
         seconds["step"].append(timed(self.step))
-        self.streamed.step()
-        seconds["save"].append(timed(lambda: self.streamed.save(checkpoint)))
+        seconds["save"].append(self.step_and_save())
         seconds["step after"].append(timed(self.step))
-        seconds["settled save"].append(timed(lambda: self.streamed.save(checkpoint)))
+        seconds["settled save"].append(self.step_and_save(settled=True))
         self.step()
         seconds["step"].append(timed(self.step))
-        self.streamed.step()
-        seconds["blocks"].append(timed(lambda: self.streamed.save(checkpoint, wait=False)))
+        seconds["blocks"].append(self.step_and_save(wait=False))
         seconds["step beside"].append(timed(self.step))
         self.streamed._saver.background.wait()
-        self.step()
+        self.streamed.step()
+        seconds["step behind"].append(timed(self.step))
+        seconds["step"].append(timed(self.step))
         seconds["async_save"].append(self.async_save())
         seconds["torch.load"].append(timed(lambda: torch.load(self.directory / "state.pt")))
-        seconds["load"].append(timed(lambda: self.streamed.load(checkpoint)))
+        seconds["load"].append(timed(lambda: self.streamed.load(self.directory / "checkpoint")))
         self.step()
-        shutil.rmtree(checkpoint)
+        shutil.rmtree(self.directory / "checkpoint")
         self.step()
 
 
@@ -119,7 +127,7 @@ def measure(directory: Path, state: str, window: str, rounds: int) -> None:
         f"{median['save'] / median['torch.save']:.3f}",
         f"{median['settled save'] / median['torch.save']:.3f}",
         f"{median['step after'] / median['step']:.2f}",
-        f"{median['step beside'] / median['step']:.2f}",
+        f"{median['step beside'] / median['step behind']:.2f}",
         f"{median['load'] / median['torch.load']:.3f}",
     ]
     print(" | ".join([f"| {format_bytes(parse_bytes(state))}", *columns]), "|", flush=True)
@@ -137,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     print(
         "| state | blocks | / torch.save | / async_save | save | / torch.save | settled / torch.save "
-        "| step after | beside | load / torch.load |"
+        "| step after | step beside | load / torch.load |"
     )
     try:
         for state in args.state:
