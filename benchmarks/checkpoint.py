@@ -9,8 +9,8 @@ and in memory by the plain optimizer.
 
 Each save follows a step at once, whose last writes are then still under way.
 
-    blocks               the time for which `save(wait=False)` blocks training, against torch.save of
-                         the plain optimizer's state_dict from memory, made durable by fsync, and
+    blocks               the time for which `save(wait=False)` blocks training: against torch.save
+                         of the plain optimizer's state_dict from memory, made durable by fsync; and
                          against the time for which torch.distributed.checkpoint.async_save of it
                          blocks
     save                 all of `save()`, which returns when the checkpoint is durable: what is left
@@ -144,8 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     store = dist.FileStore(str(args.directory / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     print(
-        "| state | blocks | / torch.save | / async_save | save | / torch.save | settled / torch.save "
-        "| step after | step beside | load / torch.load |"
+        "| state | blocks | / torch.save | / async_save | save | / torch.save "
+        "| settled / torch.save | step after | step beside | load / torch.load |"
     )
     try:
         for state in args.state:

@@ -22,7 +22,6 @@ from checkpoint.runs import (
     streamed,
     weights,
 )
-from optstream import OffloadError
 from optstream.errors import WindowWriteError
 
 WAIT_S = 20
