@@ -23,12 +23,12 @@ from optstream.distributed import gathering
 from optstream.muon import sharded
 
 Ranks = Callable[..., list[Any]]
-SHAPES = [(64 + n, 128) for n in range(12)]
+SHAPES = [(64 + n % 2, 128) for n in range(12)]
 
 
 def spread(tensor: Tensor) -> Tensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(tensor, mesh, [Shard(0)])
+    return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)  # all have it
 
 
 def random(shape: tuple[int, ...], seed: int) -> Tensor:

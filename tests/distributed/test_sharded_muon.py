@@ -95,7 +95,7 @@ def compare(mesh_shape: tuple[int, ...], placements: list[Any], dtype: torch.dty
 
 
 def spread(tensor: Tensor, mesh: Any, placements: list[Any]) -> Tensor:
-    return distribute_tensor(tensor, mesh, placements)
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)  # all have it
 
 
 MESHES: list[tuple[tuple[int, ...], list[Any]]] = [
@@ -127,8 +127,12 @@ def test_plain(ranks: Ranks, size: int) -> None:
 
 def make_many(dtype: torch.dtype, of: Callable[[Tensor], Tensor]) -> optstream.Muon:
     """Return an optimizer with more windows than slots."""
-    optimizer = make(dtype, of)
-    params = [nn.Parameter(of(values((96 + n, 128), n, dtype))) for n in range(20)]
+    groups = [
+        {"params": [nn.Parameter(of(values(shape, index, dtype)))], **options}
+        for index, (shape, options) in enumerate(CASES[1:10:2])
+    ]
+    optimizer = optstream.Muon(groups, lr=0.1)
+    params = [nn.Parameter(of(values((96 + n % 2, 128), n, dtype))) for n in range(20)]
     optimizer.add_param_group({"params": params, "weight_decay": 0.1})
     return optimizer
 
@@ -166,11 +170,17 @@ def streamed(
     return wrong
 
 
+STREAMED = [
+    ((2,), [Shard(0)], torch.float32),
+    ((4,), [Shard(0)], torch.bfloat16),
+    ((2, 2), [Shard(0), Shard(1)], torch.float32),
+]
+
+
 def streamed_meshes(directory: Path, size: int) -> list[str]:
     wrong = []
-    for index, (mesh_shape, placements) in enumerate(MESHES):
+    for mesh_shape, placements, dtype in STREAMED:
         if torch.Size(mesh_shape).numel() == size:
-            dtype = (torch.float32, torch.bfloat16)[index % 2]
             for each in streamed(directory, mesh_shape, placements, dtype):
                 wrong.append(f"{mesh_shape} {placements} {dtype} {each}")
     return wrong
