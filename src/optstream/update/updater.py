@@ -165,7 +165,8 @@ class Updater:
         for tile in tiles:
             by_group.setdefault(tile.spec.group, []).append(tile)
         groups = {index: self._window_group(index, by_group[index]) for index in sorted(by_group)}
-        state = defaultdict(dict, {tile.proxy: tile.state for tile in tiles})
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        state.update((tile.proxy, tile.state) for tile in tiles)
         self._step_on(groups, state)
         for tile in tiles:
             self._take_back(tile, state[tile.proxy])

@@ -21,16 +21,16 @@ class ExtentViews:
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
-        self._typed: dict[torch.dtype, tuple[Tensor, int]] = {}
+        self._first_byte = int(buffer.storage_offset())
+        self._typed: dict[torch.dtype, Tensor] = {}
 
     def view(self, extent: Extent) -> Tensor:
         """Return the tensor that an extent holds, without a copy."""
         typed = self._typed.get(extent.dtype)
         if typed is None:
-            values = self._buffer.view(extent.dtype)
-            typed = self._typed[extent.dtype] = values, values.storage_offset()
-        offset = typed[1] + extent.offset // extent.dtype.itemsize
-        return typed[0].as_strided(extent.shape, extent.stride, offset)
+            typed = self._typed[extent.dtype] = self._buffer.view(extent.dtype)
+        start = (self._first_byte + extent.offset) // extent.dtype.itemsize
+        return typed.as_strided(extent.shape, extent.stride, start)
 
 
 def part_of(tensor: Tensor, piece: Piece) -> Tensor:
