@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,33 +20,11 @@ from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy
-from optstream.update.views import GradientScratch, extent_view, part_of
+from optstream.update.runs import Tile, batches, first_batches
+from optstream.update.views import ExtentViews, GradientScratch, part_of
 
-TRIM_BYTES = 4 * 2**20
-"""Of parameters updated by rules with temporaries, after which freed memory is given back."""
-
-
-@dataclass(eq=False)
-class Tile:
-    """A tile of a piece (`start`: in the flat parameter), ready for the optimizer.
-
-    Attributes:
-        target: of the parameter.
-        state: what the optimizer gets.
-        views: where it is to be afterwards, by key.
-        decoded: of those, what is encoded in the window.
-        makes_state: the optimizer has none for it yet and makes it.
-    """
-
-    spec: ParamSpec
-    param: int
-    start: int
-    target: Tensor
-    proxy: nn.Parameter
-    state: dict[str, Any]
-    views: dict[str, Tensor]
-    decoded: dict[str, Decoded]
-    makes_state: bool
+_ONLY_MASTER = frozenset({MASTER})
+_NOTHING: Mapping[str, Decoded] = {}
 
 
 @dataclass(frozen=True)
@@ -84,26 +61,17 @@ class Tiles:
 
         Ordering: a run is through, `store` included, before the next is asked for.
         """
+        new: list[Piece] = []
         plain: list[Piece] = []
         encoded: list[Piece] = []
         for piece in window.pieces:
             if piece.param in bound:
-                kind = encoded if plan.params[piece.param].is_encoded else plain
-                kind.append(piece)
-        gradients = self._gradients.spaces(plan, window, bound)
-        tiles = [
-            tile
-            for piece in plain
-            for tile in self._plain(
-                plan.params[piece.param], piece, buffer, bound[piece.param], gradients
-            )
-        ]
-        if window.gathered:
-            yield from [tiles] if tiles else []  # at once: every rank has something to compute
-        else:
-            # new state is made by the optimizer itself: one at a time keeps that within the bound
-            yield from ([tile] for tile in tiles if tile.makes_state)
-            yield from _batches([tile for tile in tiles if not tile.makes_state])
+                spec = plan.params[piece.param]
+                is_new = not window.gathered and self._makes_state(spec, piece.param)
+                (encoded if spec.is_encoded else new if is_new else plain).append(piece)
+        # new state is made by the optimizer itself: little at a time keeps that within the bound
+        yield from first_batches(self._plain(plan, new, buffer, bound))
+        yield from batches(self._plain(plan, plain, buffer, bound), at_once=window.gathered)
         if encoded:
             yield from self._encoded(plan, encoded, buffer, bound)
 
@@ -146,27 +114,27 @@ class Tiles:
         return scratch
 
     def _plain(
-        self,
-        spec: ParamSpec,
-        piece: Piece,
-        buffer: Tensor,
-        bound: Bound,
-        gradients: Iterator[Tensor],
+        self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
     ) -> Iterator[Tile]:
-        views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
-        target = part_of(bound.param.detach(), piece)
-        grad = part_of(bound.grad.detach(), piece)
-        if spec.has_master:
-            self._load_master(spec, self.records[piece.param], views[MASTER], target)
-            wide = next(gradients)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
-            grad = _widened(wide, grad, bound.factor)
-        if piece.numel <= spec.max_tile:
-            yield self._tile(spec, piece, 0, target, grad, views, bound)
-            return
-        for start in range(0, piece.numel, spec.max_tile):
-            part = slice(start, start + spec.max_tile)
-            of_tile = {key: view[part] for key, view in views.items()}
-            yield self._tile(spec, piece, start, target[part], grad[part], of_tile, bound)
+        gradients = self._gradients.spaces(plan, pieces, bound)
+        of_window = ExtentViews(buffer)
+        for piece in pieces:
+            spec, there = plan.params[piece.param], bound[piece.param]
+            views = {extent.key: of_window.view(extent) for extent in piece.extents}
+            target = part_of(there.param.detach(), piece)
+            grad = part_of(there.grad.detach(), piece)
+            if spec.has_master:
+                master = views[MASTER]
+                self._load_master(spec, self.records[piece.param], master, target)
+                wide = next(gradients)[: piece.numel].as_strided(target.shape, master.stride())
+                grad = _widened(wide, grad, there.factor)
+            if piece.numel <= spec.max_tile:
+                yield self._tile(spec, piece, 0, target, grad, views, there)
+                continue
+            for start in range(0, piece.numel, spec.max_tile):
+                part = slice(start, start + spec.max_tile)
+                of_tile = {key: view[part] for key, view in views.items()}
+                yield self._tile(spec, piece, start, target[part], grad[part], of_tile, there)
 
     def _encoded(
         self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
@@ -182,11 +150,11 @@ class Tiles:
                 here,
             )
             alone = spec.temporaries is Temporaries.BATCHED or self._makes_state(spec, piece.param)
-            alone = alone or spec.gathered is not None  # whatever fits here, all ranks do the same
+            alone |= spec.gathered is not None  # whatever fits here, all ranks make the same calls
             for start in _starts(piece, spec):
                 stop = min(start + spec.max_tile, piece.numel)
                 if run and (alone or not scratch.fits(spec.scratch_bytes(stop - start))):
-                    yield from _batches(run)
+                    yield from batches(run)
                     run = []
                 if not run:
                     scratch.clear()
@@ -194,7 +162,7 @@ class Tiles:
                 if alone:
                     yield run
                     run = []
-        yield from _batches(run)
+        yield from batches(run)
 
     def _decode(
         self,
@@ -233,28 +201,27 @@ class Tiles:
         grad: Tensor,
         views: dict[str, Tensor],
         bound: Bound,
-        decoded: dict[str, Decoded] | None = None,
+        decoded: Mapping[str, Decoded] = _NOTHING,
     ) -> Tile:
         record = self.records[piece.param]
         values = views[MASTER] if spec.has_master else target
         proxy = nn.Parameter(as_part(values, bound.whole))
-        # rules ask parameters what they are (tensor parallel, QKV)
-        vars(proxy).update(vars(bound.param))
+        if attributes := vars(bound.param):  # rules ask what they are (tensor parallel, QKV)
+            vars(proxy).update(attributes)
         proxy.grad = as_part(grad, bound.whole)
-        state = working_copy(record.kept)
-        state.update(record.unplanned.get(piece.start + start, {}))
-        stored = [key for key in views if key in record.stored and key != MASTER]
-        state.update({key: as_part(views[key], bound.whole) for key in stored})
-        makes_state = self._makes_state(spec, piece.param)
         start += piece.start
-        return Tile(
-            spec, piece.param, start, target, proxy, state, views, decoded or {}, makes_state
-        )
+        state = working_copy(record.kept)
+        if record.unplanned:
+            state.update(record.unplanned.get(start, {}))
+        for key, view in views.items():
+            if key in record.stored and key != MASTER:
+                state[key] = as_part(view, bound.whole)
+        makes_state = self._makes_state(spec, piece.param)
+        return Tile(spec, piece.param, start, target, proxy, state, views, decoded, makes_state)
 
     def _makes_state(self, spec: ParamSpec, param: int) -> bool:
-        return any(state.key != MASTER for state in spec.states) and not (
-            self.records[param].stored - {MASTER}
-        )
+        keeps_any = len(spec.states) > spec.has_master
+        return keeps_any and self.records[param].stored <= _ONLY_MASTER
 
     def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
         if MASTER not in record.stored:
@@ -281,20 +248,3 @@ def _widened(wide: Tensor, grad: Tensor, factor: Tensor | None) -> Tensor:
 def _starts(piece: Piece, spec: ParamSpec) -> range:
     """Return where the tiles of an encoded piece start; one that is empty has one."""
     return range(0, max(1, piece.numel), max(1, spec.max_tile))
-
-
-def _batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Yield what one call of the optimizer updates: all, or TRIM_BYTES of rules that go one by one.
-
-    Ordering: kept; a rule that batches keeps its batch, where it is fast.
-    """
-    run: list[Tile] = []
-    run_bytes = 0
-    for tile in tiles:
-        run.append(tile)
-        run_bytes += tile.proxy.nbytes if tile.spec.temporaries is Temporaries.ONE else 0
-        if run_bytes >= TRIM_BYTES:
-            yield run
-            run, run_bytes = [], 0
-    if run:
-        yield run
