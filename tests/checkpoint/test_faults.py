@@ -146,10 +146,10 @@ def test_no_fresh_files_for_the_writes_after_a_save(
         go_on(params, optimizer, range(2))
         optimizer.save(tmp_path / "checkpoint")
         failing("pwritev", tmp_path)
-        with pytest.raises(OffloadError, match="call step"):
+        with pytest.raises(OffloadError, match=r"call step|applied in full") as caught:
             go_on(params, optimizer, [2])
         monkeypatch.undo()
-        go_on(params, optimizer, [2, 3])
+        go_on(params, optimizer, [3] if "in full" in str(caught.value) else [2, 3])
         optimizer.save(tmp_path / "checkpoint")
     assert_same_bits(weights(params), after(4))
     optstream.verify(tmp_path / "checkpoint")

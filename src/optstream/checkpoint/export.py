@@ -26,6 +26,7 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.values import encode
 from optstream.codecs import EXACT, SPLIT
 from optstream.errors import ConfigError, OutOfSpaceError, StoreError
+from optstream.mounts import read_free_bytes
 from optstream.plan import MASTER
 from optstream.units import format_bytes
 
@@ -129,8 +130,7 @@ def _check_target(target: Path, force: bool) -> None:
 
 
 def _check_space(target: Path, needed_bytes: int) -> None:
-    free = os.statvfs(target.parent)
-    free_bytes = free.f_bavail * free.f_frsize
+    free_bytes = read_free_bytes(target.parent)
     if needed_bytes > free_bytes:
         raise OutOfSpaceError(
             errno.ENOSPC,

@@ -20,7 +20,6 @@ from optstream.plan.specs import (
 )
 from optstream.plan.windows import (
     EXTENT_ALIGNMENT,
-    PAGE_BYTES,
     SLICE_ALIGNMENT,
     Extent,
     Piece,
@@ -37,7 +36,6 @@ __all__ = [
     "NUM_DEVICE_BUFFERS",
     "NUM_SLOTS",
     "OVERHEAD_BYTES",
-    "PAGE_BYTES",
     "SCRATCH_ALIGNMENT",
     "SLICE_ALIGNMENT",
     "Extent",
