@@ -106,9 +106,9 @@ def _exported_bytes(snapshot: Snapshot) -> tuple[int, int]:
 
 
 def _check_target(target: Path, force: bool) -> None:
-    staging = target.with_name(target.name + durable.TEMPORARY)
     if target.name in ("", ".."):
         raise ConfigError(f"cannot export to {target}: it has no name of its own; give a new path")
+    staging = target.with_name(target.name + durable.TEMPORARY)
     if not target.parent.is_dir():
         raise ConfigError(f"cannot export to {target}: {target.parent} is missing; make it first")
     if target.suffix == ".safetensors":
