@@ -69,21 +69,21 @@ def _other(recipe: Recipe) -> Recipe:
     return varied(recipe, seed=999)
 
 
-def interchangeable(recipe: Recipe, sharding: str, plain_loads: bool = True) -> None:
+def interchangeable(recipe: Recipe, sharding: str, plain_loads: bool = True, *flags: str) -> None:
     """Saved with or without optstream, loaded with or without: the bits of a run never stopped."""
     with directory() as path:
         plain = Training(recipe)
         plain.steps(BEFORE)
         save(plain, path / "plain", sharding)
         expected = plain.steps(AFTER)
-        with streamed(recipe, path / "state") as (training, handle):
+        with streamed(recipe, path / "state", *flags) as (training, handle):
             training.steps(BEFORE)
             save(training, path / "streamed", sharding)
             assert_nothing_left(handle)
             assert training.steps(AFTER) == expected
             assert_same_weights(training, plain)
         for source in ("plain", "streamed"):
-            with streamed(_other(recipe), path / "state") as (training, handle):
+            with streamed(_other(recipe), path / "state", *flags) as (training, handle):
                 load(training, path / source, sharding)
                 assert_nothing_left(handle)
                 assert training.steps(AFTER) == expected, source

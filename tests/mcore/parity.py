@@ -28,11 +28,11 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_si
 Steps = list[tuple[bool, float, float | None]]
 
 
-def equal_bits(recipe: Recipe) -> None:
+def equal_bits(recipe: Recipe, *flags: str) -> None:
     plain = Training(recipe)
     expected = plain.steps(STEPS)
     plain.sync_params()
-    with directory() as path, streamed(recipe, path) as (training, handle):
+    with directory() as path, streamed(recipe, path, *flags) as (training, handle):
         assert_nothing_left(handle)
         steps = training.steps(STEPS)
         training.sync_params()

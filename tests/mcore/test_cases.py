@@ -81,6 +81,21 @@ CHECKPOINTS = [
     (4, "tp2", "checkpoints.save_to_reshard"),
     (4, "tp1", "checkpoints.load_resharded"),
 ]
+CODECS = [
+    (1, "tp1", "codecs.split_dist_muon"),
+    (1, "tp1", "codecs.split_adam"),
+    (1, "tp1", "codecs.dist_muon_bf16"),
+    (1, "tp1", "codecs.around_a_step"),
+    (2, "tp1", "codecs.split_dist_muon"),
+    (2, "tp1", "codecs.split_muon"),
+    (2, "tp1", "codecs.split_adam"),
+    (2, "tp1", "codecs.split_checkpoints"),
+    (2, "tp1", "codecs.split_checkpoints_by_rank"),
+    (2, "tp1", "codecs.adam_bf16"),
+    (2, "tp1", "codecs.adam_int8"),
+    (2, "tp1", "codecs.muon_int8"),
+    (2, "tp1", "codecs.taken_from_float32"),
+]
 BOUNDS = [
     (1, "tp1", "bounds.anonymous_memory"),
     (1, "tp1", "bounds.no_float32_gradients"),
@@ -115,6 +130,11 @@ def test_what_megatron_does_around_a_step_goes_on_working(
 def test_checkpoints_are_those_of_megatron(
     outcome: Outcome, world: int, layout: str, case: str
 ) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), CODECS)
+def test_state_in_fewer_bytes(outcome: Outcome, world: int, layout: str, case: str) -> None:
     assert outcome(world, layout, case) == ""
 
 

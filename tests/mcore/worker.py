@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -58,8 +59,10 @@ def _run_all(cases: list[str], result: Path) -> None:
             current = layout
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(**{SIZES[layout[:2]]: int(layout[2:])})
+        start = time.perf_counter()
         own = _run(case)
-        logging.info("rank %d: %s: %s", dist.get_rank(), tagged, own or "passed")
+        text = f"{time.perf_counter() - start:.1f} s: {own or 'passed'}"
+        logging.info("rank %d: %s: %s", dist.get_rank(), tagged, text)
         try:
             outcomes[tagged] = _failures(own)
         except RuntimeError as error:  # another rank is no longer in step
@@ -72,7 +75,7 @@ def _run_all(cases: list[str], result: Path) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, force=True)
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)

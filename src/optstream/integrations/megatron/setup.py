@@ -11,11 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from optstream.errors import ConfigError
-from optstream.integrations.megatron.arguments import (
-    resident_share,
-    state_directory,
-    window_bytes,
-)
+from optstream.integrations.megatron.arguments import state_directory, storage
 from optstream.integrations.megatron.child import StreamedChild
 from optstream.integrations.megatron.held import children
 from optstream.integrations.megatron.requirements import validate
@@ -101,8 +97,7 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
                     child,
                     label,
                     directory / label,
-                    window_bytes(args),
-                    resident_share(args),
+                    storage(args),
                     names,
                     _metrics_file(metrics, role, rank, label),
                 )
