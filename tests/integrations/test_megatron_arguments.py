@@ -67,7 +67,7 @@ def test_a_flag_that_does_nothing_by_itself_is_refused(flag: str, value: str) ->
     [
         ("adam", {}),
         ("adam", {"use_distributed_optimizer": False, "data_parallel_size": 1}),
-        ("dist_muon", {"bf16": False, "fp16": False}),
+        ("adam", {"bf16": False}),
         ("muon", {"use_layer_wise_distributed_optimizer": True}),
         ("adaptive_muon", {"use_layer_wise_distributed_optimizer": True}),
         ("dist_muon", {"use_distributed_optimizer": False}),
@@ -93,6 +93,7 @@ def test_each_family_passes_with_what_it_needs(optimizer: str, megatron: dict[st
         ),
         ((), {"optimizer": "muon"}, "or use --optimizer dist_muon"),
         ((), {"optimizer": "dist_muon", "fp16": True}, "Muon cannot be trained with --fp16"),
+        ((), {"optimizer": "dist_muon", "bf16": False}, "cannot be trained without --bf16"),
         ((), {"optimizer_cpu_offload": True}, "drop one of the two"),
         ((), {"use_precision_aware_optimizer": True}, "moment-dtype says how moments"),
         ((), {"use_megatron_fsdp": True}, "use --use-distributed-optimizer"),

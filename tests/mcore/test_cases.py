@@ -18,6 +18,8 @@ PLAIN = [
 PARITY = [
     (1, "tp1", "parity.float16_adam"),
     (1, "tp1", "parity.float16_muon"),
+    (1, "tp1", "parity.float32_adam"),
+    (1, "tp1", "parity.float32_muon"),
     (1, "tp1", "parity.dist_muon"),
     (1, "tp1", "parity.muon"),
     (1, "tp1", "parity.muon_lion"),
@@ -46,6 +48,12 @@ PARITY = [
     (2, "ep2", "parity.adam_experts"),
     (2, "ep2", "parity.muon_experts"),
     (2, "ep2", "parity.muon_dealt_experts"),
+    (2, "pp2", "parity.adam_tied"),
+    (2, "pp2", "parity.muon_tied"),
+    (2, "pp2vp2", "parity.adam_four_layers"),
+    (2, "pp2vp2", "parity.muon_dealt_four_layers"),
+    (2, "cp2", "parity.adam"),
+    (2, "cp2", "parity.muon_dealt"),
     (4, "tp1", "parity.dist_muon"),
     (4, "tp1", "parity.adam"),
     (4, "tp2", "parity.muon"),
@@ -78,7 +86,12 @@ CHECKPOINTS = [
     (2, "tp1", "checkpoints.own"),
     (2, "tp2", "checkpoints.muon_dealt"),
     (2, "ep2", "checkpoints.muon_dealt_experts"),
-    (4, "tp2", "checkpoints.save_to_reshard"),
+    (2, "pp2", "checkpoints.adam_fused"),
+    (2, "cp2", "checkpoints.adam_fused_by_rank"),
+    (1, "tp1", "checkpoints.asynchronous"),
+    (2, "tp1", "checkpoints.one_after_the_other"),
+    (2, "tp1", "checkpoints.save_to_reshard"),
+    (2, "tp2", "checkpoints.save_to_reshard"),
     (4, "tp1", "checkpoints.load_resharded"),
 ]
 CODECS = [
@@ -98,10 +111,12 @@ CODECS = [
 ]
 BOUNDS = [
     (1, "tp1", "bounds.anonymous_memory"),
+    (1, "tp1", "bounds.nothing_in_memory"),
     (1, "tp1", "bounds.no_float32_gradients"),
     (1, "tp1", "bounds.saves_from_files"),
     (2, "tp1", "bounds.roles"),
     (4, "tp1", "bounds.every_rank_streams"),
+    (4, "tp1", "bounds.a_rank_that_does_not_is_found"),
 ]
 
 

@@ -2,9 +2,10 @@
 
     worker.py RESULT.json LAYOUT:module.case ...
 
-LAYOUT is tp1, tp2 (tensor parallel) or ep2 (expert parallel); what is left of the ranks is data
-parallel. Starting Megatron takes longer than most cases, so that tests share one start. Where one
-rank failed and others wait for it, nothing more is run.
+LAYOUT is tp2 (tensor parallel), ep2 (expert parallel), pp2 (pipeline parallel), pp2vp2 (with two
+virtual stages each), cp2 (context parallel) or tp1; what is left of the ranks is data parallel.
+Starting Megatron takes longer than most cases, so that tests share one start. Where one rank failed
+and others wait for it, nothing more is run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -29,7 +31,13 @@ from megatron.core import parallel_state  # noqa: E402
 
 from mcore.cuda_on_cpu import cuda_on_cpu  # noqa: E402
 
-SIZES = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size"}
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -58,7 +66,8 @@ def _run_all(cases: list[str], result: Path) -> None:
         if layout != current:
             current = layout
             parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(**{SIZES[layout[:2]]: int(layout[2:])})
+            sizes = {SIZES[kind]: int(size) for kind, size in re.findall(r"(..)(\d)", layout)}
+            parallel_state.initialize_model_parallel(**sizes)
         start = time.perf_counter()
         own = _run(case)
         text = f"{time.perf_counter() - start:.1f} s: {own or 'passed'}"

@@ -117,6 +117,10 @@ _ALL = (
 _NO_SCALED_GRADIENTS = Requirement(
     _off("fp16"), "Muon cannot be trained with --fp16, whose gradients are scaled; use --bf16"
 )
+_MASTERS = Requirement(
+    lambda args: getattr(args, "bf16", False),
+    "Megatron's layer-wise optimizer cannot be trained without --bf16; set it",
+)
 _KNOWN_MOMENTS = Requirement(
     lambda args: _moment_dtype(args) in (FP32, SPLIT),
     "nothing is known of its second moments that would allow to store them in fewer bytes; give "
@@ -130,7 +134,7 @@ _MUON = (
     ),
     _NO_SCALED_GRADIENTS,
 )
-_DIST_MUON = (_NO_SCALED_GRADIENTS,)
+_DIST_MUON = (_NO_SCALED_GRADIENTS, _MASTERS)
 
 _FAMILIES: Mapping[str, Sequence[Requirement]] = {
     "adam": (

@@ -16,6 +16,7 @@ from optstream.integrations.megatron.child import StreamedChild
 from optstream.integrations.megatron.held import children
 from optstream.integrations.megatron.requirements import validate
 from optstream.report import StepReport, process_rank
+from optstream.store.claim import purge_stale
 
 log = logging.getLogger("optstream")
 
@@ -86,6 +87,7 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
         raise ConfigError("setup() was called for this optimizer already; once is enough")
     rank = process_rank()
     directory = state_directory(args, role, rank)
+    _purge_stale(directory.parent)
     metrics = getattr(args, "stream_optimizer_state_metrics_dir", None)
     names = _names(optimizer)
     with contextlib.ExitStack() as undo:
@@ -108,6 +110,12 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
         undo.pop_all()
     optimizer.optstream = Streamed(streamed)
     return optimizer.optstream  # type: ignore[no-any-return]
+
+
+def _purge_stale(of_role: Path) -> None:
+    """Remove what dead runs have left, also on more ranks, or with another optimizer."""
+    for directory in of_role.glob("rank*/*"):
+        purge_stale(directory)
 
 
 def _names(optimizer: Any) -> dict[int, str]:
