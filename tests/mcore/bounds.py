@@ -76,35 +76,42 @@ def anonymous_memory() -> None:
 def nothing_in_memory() -> None:
     """Between steps nothing of float32 is left but DDP's gradients and a window's scratch."""
     for recipe in (ADAM, MUON_DEALT):
+        earlier = _float32_tensors()
         with directory() as path, streamed(recipe, path) as (training, handle):
             training.steps(2)
             plans = [child.streamed.plan for child in handle.children]
             scratch_bytes = sum(plan.gradient_bytes + plan.scratch_bytes for plan in plans)
             state_bytes = sum(plan.state_bytes for plan in plans)
-            assert _float32_bytes(training) <= scratch_bytes + SMALL_BYTES < state_bytes / 4
+            left_bytes = _bytes_beside(earlier, training)
+            assert left_bytes <= scratch_bytes + SMALL_BYTES < state_bytes / 4, left_bytes
+        earlier = _float32_tensors()
         plain = Training(recipe)
         plain.steps(2)
-        assert _float32_bytes(plain) >= state_bytes
+        assert _bytes_beside(earlier, plain) >= state_bytes
 
 
 SMALL_BYTES = 2**15
 """Of what a model and its batches have in float32 themselves."""
 
 
-def _float32_bytes(training: Training) -> int:
-    """Return the bytes of all float32 tensors of this process, but for gradients of a model."""
+def _float32_tensors() -> list[torch.Tensor]:
     gc.collect()
-    gradients = {
-        buffer.grad_data.untyped_storage().data_ptr()
-        for chunk in training.chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    }
-    storages = {}
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.dtype == torch.float32:
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(size for pointer, size in storages.items() if pointer not in gradients)
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return [t for t in gc.get_objects() if type(t) in kinds and t.dtype == torch.float32]
+
+
+def _bytes_beside(earlier: list[torch.Tensor], training: Training) -> int:
+    """Return the bytes of float32 tensors that came since, but for gradients of a model."""
+    sizes = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in _float32_tensors()}
+    known = set(map(_storage, earlier))
+    for chunk in training.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            known.add(_storage(buffer.grad_data))
+    return sum(size for storage, size in sizes.items() if storage not in known)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(state_dict: Any) -> list[torch.Tensor]:
