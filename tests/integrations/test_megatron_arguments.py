@@ -126,6 +126,11 @@ def test_the_directory_is_the_users_own_under_scratch(monkeypatch: pytest.Monkey
     assert state_directory(parsed(ON), "critic", 3) == expected
 
 
+def test_a_role_leads_nowhere_else() -> None:
+    with pytest.raises(ConfigError, match=r"role='\.\./actor': give letters"):
+        state_directory(parsed(ON, "--offload-train-disk-dir", "/nvme"), "../actor", 0)
+
+
 def test_without_scratch_a_directory_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCRATCH", raising=False)
     with pytest.raises(ConfigError, match=r"\$SCRATCH is not set and no --offload-train-disk-dir"):

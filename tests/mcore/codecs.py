@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from mcore.checkpoints import BY_RANK, FULLY, interchangeable, load, save
 from mcore.fused_adam import fused_adam
-from mcore.gpt import ADAM, DIST_MUON, MUON, MUON_DEALT, Recipe, Training, varied
+from mcore.gpt import ADAM, DIST_MUON, FLOAT32, MUON, MUON_DEALT, Recipe, Training, varied
 from mcore.parity import OVERLAP, equal_bits
 from mcore.streaming import assert_nothing_left, assert_same_weights, directory, streamed
 
@@ -38,6 +39,18 @@ def split_checkpoints() -> None:
 def split_checkpoints_by_rank() -> None:
     with fused_adam():
         interchangeable(ADAM, BY_RANK, True, *SPLIT)
+
+
+def split_of_nothing() -> None:
+    """A rank may have been dealt parameters in float32 only, which have no masters to split."""
+    model = {**FLOAT32, "pipeline_dtype": torch.float32}
+    recipe = varied(ADAM, model=model, config=FLOAT32)
+    with (
+        mock.patch("optstream.integrations.megatron.setup.validate"),
+        directory() as path,
+        streamed(recipe, path, *SPLIT) as (training, _),
+    ):
+        assert training.steps(2) == Training(recipe).steps(2)
 
 
 def _stored(recipe: Recipe, dtype: str, sharding: str, most_bytes: float) -> None:

@@ -95,6 +95,7 @@ CHECKPOINTS = [
 CODECS = [
     (1, "tp1", "codecs.split_dist_muon"),
     (1, "tp1", "codecs.split_adam"),
+    (1, "tp1", "codecs.split_of_nothing"),
     (1, "tp1", "codecs.dist_muon_bf16"),
     (1, "tp1", "codecs.around_a_step"),
     (2, "tp1", "codecs.split_dist_muon"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optstream.codecs import EXACT, SPLIT
+from optstream.distributed.place import check_role
 from optstream.errors import ConfigError
 
 _FILES = (
@@ -120,8 +121,9 @@ def state_directory(args: Any, role: str, rank: int) -> Path:
     """Return where a rank's state goes.
 
     Raises:
-        ConfigError: no directory is known.
+        ConfigError: no directory is known, or a role that cannot be part of a name.
     """
+    check_role(role)
     base = given_directory(args)
     parts = [role] if role else []
     return base.joinpath(*parts, f"rank{rank:05d}")
