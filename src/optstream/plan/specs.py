@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -98,7 +99,7 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property  # asked for each piece at every step
     def has_master(self) -> bool:
         return any(state.key == MASTER for state in self.states)
 
@@ -107,7 +108,7 @@ class ParamSpec:
         """Return its bytes as stored."""
         return sum(state.stored_bytes for state in self.states)
 
-    @property
+    @cached_property
     def is_encoded(self) -> bool:
         return any(state.codec != EXACT for state in self.states)
 

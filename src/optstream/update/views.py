@@ -13,8 +13,9 @@ from optstream.streamed.params import Bound
 
 def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
     """Return the tensor that an extent of a window's data holds, without a copy."""
-    data = buffer[extent.offset : extent.offset + extent.num_bytes].view(extent.dtype)
-    return data.as_strided(extent.shape, extent.stride)
+    typed = buffer.view(extent.dtype)
+    start = typed.storage_offset() + extent.offset // extent.dtype.itemsize
+    return typed.as_strided(extent.shape, extent.stride, start)
 
 
 def part_of(tensor: Tensor, piece: Piece) -> Tensor:
