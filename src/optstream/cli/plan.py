@@ -144,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(
             f"--ranks-per-node {args.ranks_per_node} is more than --ranks {args.ranks}; give both"
         )
+    if args.endurance is not None and args.step_time is None:
+        args.parser.error("--endurance without --step-time tells nothing; give both")
     node = read_node(args.doctor) if args.doctor else Node()
     node = node.given(bytes_per_s=args.bandwidth, space_bytes=args.space, memory_bytes=args.memory)
     with _quiet():

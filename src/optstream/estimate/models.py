@@ -130,7 +130,7 @@ def _from_config(path: Path) -> nn.Module:
         with torch.device("meta"):
             module: nn.Module = _model_class(config)(config)
     except Exception as error:
-        text = textwrap.shorten(str(error), 240) or type(error).__name__
+        text = textwrap.shorten(str(error), 240).rstrip(".") or type(error).__name__
         raise ConfigError(
             f"transformers builds no model of {path}: {text}; give a number of parameters instead"
         ) from error
