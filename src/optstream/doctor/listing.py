@@ -108,8 +108,12 @@ def _unseen(
 
 
 def _readable(directory: Path) -> Path:
-    path = directory.resolve()
-    if not path.is_dir():
+    try:
+        path = directory.resolve(strict=True)
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError):  # not there, a name that is too long, a loop of links
+        is_directory = False
+    if not is_directory:
         raise StoreError(errno.ENOTDIR, f"{directory} is no directory; give one that is there")
     if not os.access(path, os.R_OK | os.X_OK):
         raise StoreError(

@@ -62,6 +62,12 @@ def check_directory(existing: Path, path: Path) -> None:
         raise StoreError(
             errno.ENOTDIR, f"{existing} is no directory; choose a directory on a drive"
         )
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass  # it will be made
+    except OSError as error:  # a name that is too long
+        raise _refusal(path, error) from error
     mount = find_mount(existing)
     if mount and mount.kind == "overlay":
         layers = [o.removeprefix("upperdir=") for o in mount.options if o.startswith("upperdir=")]
@@ -161,9 +167,9 @@ def distinct(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
     paths = [absolute(directory) for directory in directories]
     if not paths:
         raise ConfigError("no directory is given; give at least one on a drive")
-    real = [path.resolve() for path in paths]
+    real = [os.path.realpath(path) for path in paths]
     for path in paths:
-        if real.count(path.resolve()) > 1:
+        if real.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"directory {path} is given twice; give each drive once")
     return paths
 
