@@ -22,7 +22,6 @@ from optstream.plan.specs import (
     stored_bytes,
 )
 from optstream.plan.windows import (
-    PAGE_BYTES,
     SLICE_ALIGNMENT,
     Extent,
     Piece,
@@ -40,7 +39,6 @@ __all__ = [
     "NUM_DEVICE_BUFFERS",
     "NUM_SLOTS",
     "OVERHEAD_BYTES",
-    "PAGE_BYTES",
     "SCRATCH_ALIGNMENT",
     "SLICE_ALIGNMENT",
     "Extent",

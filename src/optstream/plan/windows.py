@@ -19,13 +19,11 @@ import torch
 
 from optstream.codecs import EXACT
 from optstream.plan.specs import EXTENT_ALIGNMENT, ParamSpec, stored_bytes
-from optstream.units import aligned
+from optstream.units import PAGE_BYTES, aligned
 
 SLICE_ALIGNMENT = 4096
 """Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
 multiples of this (tests/parity/test_slices.py)."""
-
-PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
