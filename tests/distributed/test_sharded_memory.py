@@ -62,6 +62,5 @@ def peaks(directory: Path, dim: int) -> tuple[list[int], int, int]:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_every_rank_keeps_the_bound(ranks: Ranks, tmp_path: Path, dim: int) -> None:
     for found, bound, state_bytes in ranks(2, peaks, tmp_path, dim):
-        print([num_bytes >> 20 for num_bytes in found], bound >> 20, state_bytes >> 20)
         assert state_bytes > bound
         assert max(found) <= bound
