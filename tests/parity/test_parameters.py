@@ -48,6 +48,27 @@ def test_complex(case: Case, tmp_path: Path) -> None:
     check_case(case, dtype, tmp_path, window="64KiB")
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [c for c in complex_cases() if "foreach" not in c.name], ids=str)
+def test_scalars_that_have_state_when_wrapped(
+    case: Case, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    shapes = ((), (3,), ())
+    plain, streamed = make_params(shapes, dtype), make_params(shapes, dtype)
+    inner = case.make(streamed)
+    train(streamed, inner, range(3))
+    with optstream.offload(inner, tmp_path) as optimizer:
+        train(streamed, optimizer, range(3, 6))
+    train(plain, case.make(plain), range(6))
+    assert_same_bits(streamed, plain)
+
+
+def test_the_refusal_of_complex_scalars_names_the_error_of_torch(tmp_path: Path) -> None:
+    inner = torch.optim.Adafactor([nn.Parameter(torch.tensor(1 + 2j))])
+    with pytest.raises(optstream.OffloadError, match="does not support complex parameters"):
+        optstream.offload(inner, tmp_path)
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
