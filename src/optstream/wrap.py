@@ -78,7 +78,7 @@ def offload(
         codec_seed: of random rounding in "bf16-stochastic".
 
     Raises:
-        ConfigError: an argument that cannot be used.
+        ConfigError: an argument that cannot be used; parameters on the meta device.
         UnsupportedOptimizerError: the optimizer cannot be streamed; the message says why.
         StoreError: the directory cannot hold the state; nothing is left there.
         RankError: another rank failed, or has another model or other arguments.
@@ -110,6 +110,7 @@ def offload(
             roster = Roster(
                 optimizer, ranks, window_bytes, master_weights, model, CodecChoice(codec)
             )
+            roster.check_materialised()
             arguments = {
                 "the optimizer": type(optimizer).__name__,
                 "window": str(window_bytes),
@@ -126,6 +127,7 @@ def offload(
             reporter = Reporter(name, rank, ranks.size, metrics)
             undo.callback(reporter.close)
             streamed = StreamedOptimizer(optimizer, state, reporter, places)
+        streamed.take_over()
         undo.pop_all()
     return streamed
 

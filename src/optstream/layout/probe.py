@@ -164,8 +164,8 @@ class _Probe:
         return param
 
     def _state(self, device: str) -> dict[str, Any]:
-        # with data, the state of a 0-dim parameter would not mix with its gradient without; counters
-        # keep their values, but for those beside it
+        # counters keep their values, but for those of a 0-dim parameter: they look like its state,
+        # which with data would not mix with a gradient without
         return {
             key: torch.empty_strided(
                 value.shape,
