@@ -63,7 +63,9 @@ class Place:
         Folders above that were made for it go too, unless other ranks are still there.
         """
         if self._lock >= 0:
-            remove_directories([*(path for path in self._made if path != self.path), self.path])
+            with contextlib.suppress(OSError):  # not empty
+                self.path.rmdir()
+                remove_directories([path for path in self._made if path != self.path])
             lock, self._lock = self._lock, -1
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)

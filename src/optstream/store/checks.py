@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 from collections.abc import Sequence
@@ -48,12 +49,49 @@ def missing_directories(path: Path) -> list[Path]:
 
 
 def remove_directories(made: Sequence[Path]) -> None:
-    """Remove directories that `make_directory` made, unless something is in them by now."""
+    """Remove directories that `make_directory` made; one that has something in it stays.
+
+    So does one that another store uses, which may show nothing in it: its files have no names.
+    """
     for directory in reversed(made):
         try:
-            directory.rmdir()
+            fd = _locked(directory, fcntl.LOCK_EX)
+            try:
+                directory.rmdir()
+            finally:
+                os.close(fd)
         except OSError:
             return
+
+
+def hold_directory(path: Path) -> int | None:
+    """Return a descriptor that keeps `remove_directories` from a directory while it is open.
+
+    None where nothing can be locked: on such a filesystem, or in a rank's place, which is locked.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    try:
+        fd = _locked(path, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
+    if os.path.lexists(path) and os.path.samestat(os.fstat(fd), path.stat()):
+        return fd
+    os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _locked(path: Path, kind: int) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def check_directory(existing: Path, path: Path) -> None:

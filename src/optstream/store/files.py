@@ -13,6 +13,7 @@ Files of a store that keeps them in the page cache (`cached`) are mapped; they d
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -25,7 +26,7 @@ from optstream.errors import WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
 from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
-from optstream.store.checks import make_directory, remove_directories
+from optstream.store.checks import hold_directory, make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
 from optstream.store.live import LiveFile, aligned
 
@@ -56,6 +57,7 @@ class Drive:
         self._announce = announce
         self._cached = cached
         self._made: list[Path] = []
+        self._held: int | None = None
         self._claim: Claim | None = None
         self._direct = not cached
         self._num_named = 0
@@ -67,7 +69,11 @@ class Drive:
         Raises:
             StoreError: see `make_directory`.
         """
-        self._made += make_directory(self.directory)
+        while True:
+            self._made += make_directory(self.directory)
+            with contextlib.suppress(FileNotFoundError):  # another store removed it just now
+                self._hold()
+                break
         purge_stale(self.directory)
 
     def create(self, window: int, file: WindowFile, *, spare: bool = False) -> LiveFile:
@@ -95,23 +101,41 @@ class Drive:
             raise
         return live
 
-    def undo(self) -> None:
-        """Remove what `prepare` and `create` made in preparation; call it when no file is left."""
-        self.close()
-        remove_directories(self._made)
-        self._made = []
-
     def close(self) -> None:
-        """Let go of the directory; its files must be gone."""
+        """Let go of the directory, and remove it if it was made here and nobody uses it.
+
+        No file may be left in it.
+        """
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+        if self._held is not None:
+            fcntl.flock(self._held, fcntl.LOCK_UN)  # a forked child may hold a copy
+            os.close(self._held)
+            self._held = None
+        remove_directories(self._made)
+        self._made = []
 
     def abandon(self) -> None:
         """Forget everything in a forked child: it is the parent's."""
         if self._claim is not None:
             self._claim.abandon()
             self._claim = None
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def _hold(self) -> None:
+        """Keep others from removing the directory, which looks empty as long as files are nameless.
+
+        Anew where it is another one by now.
+        """
+        if self._held is not None:
+            if os.path.samestat(os.fstat(self._held), self.directory.stat()):
+                return
+            os.close(self._held)
+            self._held = None
+        self._held = hold_directory(self.directory)
 
     def _open(self, window: int, header_bytes: int) -> LiveFile:
         while True:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from optstream.errors import ConfigError
-from optstream.store.checks import check_directory
+from optstream.store.checks import check_directory, remove_directories
 
 
 def check_state_directory(path: Path) -> None:
@@ -51,5 +51,4 @@ def state_directory(path: Path) -> Iterator[None]:
         yield
     finally:
         if made:
-            with suppress(OSError):
-                path.rmdir()
+            remove_directories([path])
