@@ -11,7 +11,8 @@ from pathlib import Path
 
 from optstream import durable
 from optstream.checkpoint.inside import list_inside, open_inside, read_inside
-from optstream.checkpoint.manifest import Manifest, StoredWindow
+from optstream.checkpoint.manifest import StoredWindow
+from optstream.checkpoint.manifest_json import from_json
 from optstream.checkpoint.placing import pieces
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.staging import MANIFEST, find_foreign, replaced_path
@@ -136,7 +137,7 @@ def _read(directory: int, path: Path) -> Snapshot:
         raise CheckpointError(
             f"{path} is no checkpoint: {MANIFEST} cannot be read ({error.strerror})"
         ) from error
-    manifest = Manifest.from_json(data, str(path / MANIFEST))
+    manifest = from_json(data, str(path / MANIFEST))
     files = {
         index: _open_window(directory, path, window)
         for index, window in enumerate(manifest.windows)

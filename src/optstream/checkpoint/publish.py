@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from optstream import durable
+from optstream.checkpoint.manifest_json import to_json
 from optstream.checkpoint.placing import place
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.staging import MANIFEST, commit, staged, staging_path
@@ -36,7 +37,7 @@ def publish(snapshot: Snapshot, path: Path, ranks: Ranks) -> None:
             `path` before is still there.
         RankError: the same on another rank, or one is gone.
     """
-    manifest = snapshot.manifest.to_json()
+    manifest = to_json(snapshot.manifest)
     try:
         with _staging_of_all(path, ranks) as staging:
             with ranks.together():
@@ -68,12 +69,11 @@ def _staging_of_all(path: Path, ranks: Ranks) -> Iterator[Path]:
 
 
 def _place_files(snapshot: Snapshot, staging: Path) -> None:
-    folders = set()
-    for window, file in snapshot.files.items():
-        target = staging / snapshot.manifest.windows[window].file
-        if target.parent not in folders:
-            target.parent.mkdir(mode=0o700)
-            folders.add(target.parent)
-        place(file, target)
+    windows = snapshot.manifest.windows
+    files = {staging / windows[window].file: file for window, file in snapshot.files.items()}
+    folders = {target.parent for target in files}
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    place(files)
     for folder in folders:
         durable.sync(folder)

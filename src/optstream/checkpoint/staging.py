@@ -18,7 +18,8 @@ from pathlib import Path
 
 from optstream import durable
 from optstream.checkpoint.inside import list_inside, read_inside
-from optstream.checkpoint.manifest import MARK, WINDOW_FILE
+from optstream.checkpoint.manifest_checks import WINDOW_FILE
+from optstream.checkpoint.manifest_json import MARK
 from optstream.errors import StoreError
 
 MANIFEST = "manifest.json"
