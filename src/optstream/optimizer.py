@@ -273,7 +273,11 @@ class StreamedOptimizer(Optimizer):
     # -- lifetime ----------------------------------------------
 
     def close(self) -> None:
-        """Wait for the last writes, end the threads and remove the files. May be called twice."""
+        """Wait for the last writes, end the threads and remove the files; may be called twice.
+
+        Directories that were made for the state go too when nothing is in them. The wrapped
+        optimizer is a plain one again, without state: wrap it anew, or give it a state_dict.
+        """
         self._finalizer()
 
     def __enter__(self) -> StreamedOptimizer:

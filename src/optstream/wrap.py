@@ -48,7 +48,8 @@ def offload(
 ) -> StreamedOptimizer:
     """Move a torch optimizer's state to files and stream it during `step()`.
 
-    The result replaces `optimizer` everywhere (schedulers, scalers, clipping). All file space is
+    The result replaces `optimizer` everywhere (schedulers, scalers, clipping); until it is closed,
+    `optimizer` itself refuses `step`, `state_dict` and `load_state_dict`. All file space is
     reserved here; state the optimizer holds already is moved to the files.
 
     Args:

@@ -13,7 +13,6 @@ Files of a store that keeps them in the page cache (`cached`) are mapped; they d
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -25,10 +24,11 @@ from pathlib import Path
 from optstream.errors import WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
-from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
-from optstream.store.checks import hold_directory, make_directory, remove_directories
+from optstream.store.base import FrozenFile, WindowFile
+from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
 from optstream.store.live import LiveFile, aligned
+from optstream.units import PAGE_BYTES
 
 _NO_NAMELESS_FILES = {EOPNOTSUPP, EISDIR, ENOENT, EINVAL}
 _NO_RESERVE = {EOPNOTSUPP, ENOSYS}
@@ -57,7 +57,6 @@ class Drive:
         self._announce = announce
         self._cached = cached
         self._made: list[Path] = []
-        self._held: int | None = None
         self._claim: Claim | None = None
         self._direct = not cached
         self._num_named = 0
@@ -69,11 +68,7 @@ class Drive:
         Raises:
             StoreError: see `make_directory`.
         """
-        while True:
-            self._made += make_directory(self.directory)
-            with contextlib.suppress(FileNotFoundError):  # another store removed it just now
-                self._hold()
-                break
+        self._made += make_directory(self.directory)
         purge_stale(self.directory)
 
     def create(self, window: int, file: WindowFile, *, spare: bool = False) -> LiveFile:
@@ -102,17 +97,13 @@ class Drive:
         return live
 
     def close(self) -> None:
-        """Let go of the directory, and remove it if it was made here and nobody uses it.
+        """Let go of the directory, and remove it if it was made here; its files must be gone.
 
-        No file may be left in it.
+        With nameless files another run may be in one that looks empty: it makes it anew.
         """
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-        if self._held is not None:
-            fcntl.flock(self._held, fcntl.LOCK_UN)  # a forked child may hold a copy
-            os.close(self._held)
-            self._held = None
         remove_directories(self._made)
         self._made = []
 
@@ -121,21 +112,6 @@ class Drive:
         if self._claim is not None:
             self._claim.abandon()
             self._claim = None
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
-
-    def _hold(self) -> None:
-        """Keep others from removing the directory, which looks empty as long as files are nameless.
-
-        Anew where it is another one by now.
-        """
-        if self._held is not None:
-            if os.path.samestat(os.fstat(self._held), self.directory.stat()):
-                return
-            os.close(self._held)
-            self._held = None
-        self._held = hold_directory(self.directory)
 
     def _open(self, window: int, header_bytes: int) -> LiveFile:
         while True:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from optstream.errors import ConfigError
-from optstream.store.checks import check_directory, remove_directories
+from optstream.store.checks import check_directory
 
 
 def check_state_directory(path: Path) -> None:
@@ -51,4 +51,5 @@ def state_directory(path: Path) -> Iterator[None]:
         yield
     finally:
         if made:
-            remove_directories([path])
+            with suppress(OSError):
+                path.rmdir()
