@@ -198,6 +198,7 @@ for step in range(3):
 {ending}
 """
 SLOW_DRIVE = """
+import time
 from optstream.store.direct import Direct
 for name in ("read", "write"):
     def late(self, *where, transfer=getattr(Direct, name)):
