@@ -11,6 +11,7 @@ from pathlib import Path
 from optstream.distributed.place import find_places, remove_left
 from optstream.doctor.held import Held, Holding, find_held
 from optstream.errors import StoreError
+from optstream.mounts import read_free_bytes
 from optstream.store.claim import FoundClaim, find_claims, purge_stale
 
 
@@ -85,7 +86,7 @@ def list_directory(directory: Path, *, purge: bool) -> Listing:
         unseen=tuple(_unseen(held, claims, places)),
         num_hidden=held.num_hidden,
         used_bytes=(space.f_blocks - space.f_bfree) * space.f_frsize,
-        free_bytes=space.f_bavail * space.f_frsize,
+        free_bytes=read_free_bytes(path),
     )
 
 

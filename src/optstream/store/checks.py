@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optstream.errors import ConfigError, OutOfSpaceError, StoreError
-from optstream.mounts import find_mount
+from optstream.mounts import find_mount, read_free_bytes
 from optstream.units import format_bytes
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"}
@@ -100,8 +100,8 @@ def check_space(needs: Sequence[tuple[Path, int]], what: str = "state") -> None:
         drives.setdefault(path.stat().st_dev, {}).setdefault(path, []).append(num_bytes)
     for files in drives.values():
         names = " and ".join(str(path) for path in files)
-        free = os.statvfs(next(iter(files)))
-        free_bytes = free.f_bavail * free.f_frsize
+        place = next(iter(files))
+        free, free_bytes = os.statvfs(place), read_free_bytes(place)
         needed_bytes = sum(map(sum, files.values()))
         if needed_bytes > free_bytes:
             raise OutOfSpaceError(
@@ -125,11 +125,10 @@ def reserve_refused(path: Path, needed_bytes: int, error: OSError) -> OSError:
     full = number in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, StoreError) and not full:
         return error
-    free = os.statvfs(path)
     return (OutOfSpaceError if full else StoreError)(
         number,
         f"state needs {format_bytes(needed_bytes)} in {path}, which has "
-        f"{format_bytes(free.f_bavail * free.f_frsize)} free but refused: {os.strerror(number)}; "
+        f"{format_bytes(read_free_bytes(path))} free but refused: {os.strerror(number)}; "
         "check quotas, limits and other writers, or choose another directory",
     )
 
