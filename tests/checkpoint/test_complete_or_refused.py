@@ -358,9 +358,9 @@ def test_a_crafted_manifest_is_malformed(change: Callable[[Any], Any], saved: Ch
 def test_a_newer_version_is_refused(saved: Checkpoint) -> None:
     path, optimizer, _ = saved
     file = path / "manifest.json"
-    file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 3'))
+    file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 4'))
     for load in (lambda: optimizer.load(path), lambda: optstream.verify(path)):
-        with pytest.raises(OffloadError, match="version 3, this reads up to 2; update optstream"):
+        with pytest.raises(OffloadError, match="version 4, this reads up to 3; update optstream"):
             load()
 
 

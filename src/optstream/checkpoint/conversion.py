@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Sequence
 
 from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import some
+from optstream.checkpoint.parts import Held
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.errors import CheckpointError
 from optstream.plan import ParamSpec
@@ -18,12 +17,12 @@ log = logging.getLogger("optstream")
 
 
 def check_weights(
-    source: str, snapshot: Snapshot, weights: Mapping[str, Tensor], strict: bool
+    source: str, snapshot: Snapshot, weights: Iterable[tuple[str, Held]], strict: bool
 ) -> None:
     """Hold split masters against the model's weights, by digest.
 
     Args:
-        weights: by name, as they are now.
+        weights: with their names, as they are now.
         strict: else masters that do not fit are taken from the weights, with a warning.
 
     Raises:
@@ -32,7 +31,7 @@ def check_weights(
     params = snapshot.manifest.params
     wrong = [
         repr(name)
-        for name, weight in weights.items()
+        for name, weight in weights
         if name in params and not snapshot.is_of(name, weight)
     ]
     if not wrong:

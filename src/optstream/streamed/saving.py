@@ -13,10 +13,10 @@ from optstream.checkpoint.directory import check_space, check_target, existing_p
 from optstream.checkpoint.merge import merged
 from optstream.checkpoint.publish import publish
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.distributed.shards import here
 from optstream.errors import OutOfSpaceError
 from optstream.stream.background import Background
 from optstream.streamed.freezing import Freezer
+from optstream.streamed.given import part_of
 from optstream.streamed.state import StreamedState
 
 
@@ -61,7 +61,11 @@ class Saver:
         ranks = self._state.ranks
         manifest = merged(ranks.gather(snapshot.manifest))
         mine = manifest.windows_of(ranks.rank)
-        files = {mine[window]: file for window, file in snapshot.files.items()}
+        files = {
+            mine[window]: file
+            for window, file in snapshot.files.items()
+            if manifest.windows[mine[window]].file  # else another rank's has the same
+        }
         whole = Snapshot(manifest, files, directory=None)
         self.background.start(partial(publish, whole, path, ranks.beside()))
 
@@ -72,4 +76,4 @@ class Saver:
         planned = [
             (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
         ]
-        return {param: snapshot.state(spec.name, here(param), folder) for param, spec in planned}
+        return {param: part_of(snapshot, spec.name, param, folder) for param, spec in planned}

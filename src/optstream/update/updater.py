@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optstream.distributed.shards import here
 from optstream.errors import StateChangedError
 from optstream.layout import (
     changed_values,
@@ -35,7 +34,7 @@ from optstream.streamed.params import Bound
 from optstream.units import format_bytes
 from optstream.update.record import Record
 from optstream.update.tiles import TRIM_BYTES, Tile, Tiles
-from optstream.update.views import extent_view, part_of
+from optstream.update.views import extent_view, given_part
 
 log = logging.getLogger("optstream")
 
@@ -80,7 +79,7 @@ class Updater:
         buffer: Tensor,
         states: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        """Put given states, as a plain optimizer keeps them, into a window.
+        """Put given states, as a plain optimizer keeps them or Parted, into a window.
 
         Raises:
             StateChangedError: a tensor that does not fit what the optimizer keeps for its
@@ -97,7 +96,7 @@ class Updater:
                 if key not in extents and not is_streamed(value):
                     record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
-                part = part_of(here(value).detach(), piece)
+                part = given_part(value, piece)
                 extent = extents.get(key)
                 if extent is None or part.shape != extent.shape:
                     raise StateChangedError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from optstream.distributed.shards import here
 from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, Window, aligned
 from optstream.streamed.params import Bound
 
@@ -28,6 +30,23 @@ def part_of(tensor: Tensor, piece: Piece) -> Tensor:
     rows = tensor[piece.start // row : -(-piece.stop // row)]
     start = piece.start % row
     return rows.reshape(-1)[start : start + piece.numel]
+
+
+class Parted(Protocol):
+    """A tensor that is elsewhere, of which flat elements, row by row, can be had."""
+
+    shape: tuple[int, ...]
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return elements, flat."""
+
+
+def given_part(value: Tensor | Parted, piece: Piece) -> Tensor:
+    """Return what of given state, of this rank or of a DTensor, a piece is."""
+    if isinstance(value, Tensor):
+        return part_of(here(value).detach(), piece)
+    part = value.part(piece.start, piece.stop)
+    return part.view(value.shape) if piece.whole else part
 
 
 class GradientScratch:
