@@ -7,11 +7,18 @@ Ratios are of medians over rounds of one run in which the contestants take turns
 machines are shared and their speed drifts. The same state (AdamW, fused) is held twice: streamed,
 and in memory by the plain optimizer.
 
-    save / torch.save    `save()`, its writes of the step before included, and torch.save of the
-                         plain optimizer's state_dict from memory, made durable by fsync
-    save / async_save    the same and the time for which torch.distributed.checkpoint.async_save of
-                         the plain optimizer's state_dict blocks
+Each save follows a step at once, whose last writes are then still under way.
+
+    blocks               the time for which `save(wait=False)` blocks training: against torch.save
+                         of the plain optimizer's state_dict from memory, made durable by fsync; and
+                         against the time for which torch.distributed.checkpoint.async_save of it
+                         blocks
+    save                 all of `save()`, which returns when the checkpoint is durable: what is left
+                         of the step's writes included; and without them, when they are through
     step after           the first step after a save and an ordinary one, their writes included
+    step beside          the first step after `save(wait=False)`, the rest of which goes on
+                         meanwhile, and one behind a step that was not saved; both find the last
+                         writes of that step under way
     load / torch.load    `load()` and torch.load of the file that torch.save wrote
 """
 
@@ -74,20 +81,33 @@ class Contest:
         shutil.rmtree(path)
         return blocked_s
 
+    def step_and_save(self, *, settled: bool = False, wait: bool = True) -> float:
+        """Return the seconds for which a save to a new path blocks, behind a step."""
+        checkpoint = self.directory / "checkpoint"
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        self.step() if settled else self.streamed.step()
+        return timed(lambda: self.streamed.save(checkpoint, wait=wait))
+
     def round(self, seconds: Seconds) -> None:
         """Let everybody have a turn; what a turn leaves behind is gone before the next."""
-        checkpoint = self.directory / "checkpoint"
         seconds["torch.save"].append(timed(self.torch_save))
         seconds["step"].append(timed(self.step))
-        self.streamed.step()
-        seconds["save"].append(timed(lambda: self.streamed.save(checkpoint)))
+        seconds["save"].append(self.step_and_save())
         seconds["step after"].append(timed(self.step))
+        seconds["settled save"].append(self.step_and_save(settled=True))
+        self.step()
+        seconds["step"].append(timed(self.step))
+        seconds["blocks"].append(self.step_and_save(wait=False))
+        seconds["step beside"].append(timed(self.step))
+        self.streamed._saver.background.wait()
+        self.streamed.step()
+        seconds["step behind"].append(timed(self.step))
         seconds["step"].append(timed(self.step))
         seconds["async_save"].append(self.async_save())
         seconds["torch.load"].append(timed(lambda: torch.load(self.directory / "state.pt")))
-        seconds["load"].append(timed(lambda: self.streamed.load(checkpoint)))
+        seconds["load"].append(timed(lambda: self.streamed.load(self.directory / "checkpoint")))
         self.step()
-        shutil.rmtree(checkpoint)
+        shutil.rmtree(self.directory / "checkpoint")
         self.step()
 
 
@@ -99,14 +119,18 @@ def measure(directory: Path, state: str, window: str, rounds: int) -> None:
         contest.round(seconds)
     contest.streamed.close()
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    print(
-        f"{format_bytes(parse_bytes(state)):>9} {median['save']:7.3f} "
-        f"{median['save'] / median['torch.save']:17.3f} "
-        f"{median['save'] / median['async_save']:17.3f} "
-        f"{median['step after'] / median['step']:11.2f} "
-        f"{median['load'] / median['torch.load']:17.3f}",
-        flush=True,
-    )
+    columns = [
+        f"{median['blocks']:.3f} s",
+        f"{median['blocks'] / median['torch.save']:.4f}",
+        f"{median['blocks'] / median['async_save']:.3f}",
+        f"{median['save']:.3f} s",
+        f"{median['save'] / median['torch.save']:.3f}",
+        f"{median['settled save'] / median['torch.save']:.3f}",
+        f"{median['step after'] / median['step']:.2f}",
+        f"{median['step beside'] / median['step behind']:.2f}",
+        f"{median['load'] / median['torch.load']:.3f}",
+    ]
+    print(" | ".join([f"| {format_bytes(parse_bytes(state))}", *columns]), "|", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,7 +143,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.directory.mkdir(parents=True, exist_ok=True)
     store = dist.FileStore(str(args.directory / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    print("    state  save s save / torch.save save / async_save  step after load / torch.load")
+    print(
+        "| state | blocks | / torch.save | / async_save | save | / torch.save "
+        "| settled / torch.save | step after | step beside | load / torch.load |"
+    )
     try:
         for state in args.state:
             measure(args.directory, state, args.window, args.rounds)

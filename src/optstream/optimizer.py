@@ -223,8 +223,8 @@ class StreamedOptimizer(Optimizer):
         Args:
             path: of the new directory; a checkpoint that is there is replaced when the new one is
                 whole. It holds nothing else: save weights beside it.
-            wait: False copies in the background; the returned object's `wait()` gives errors. A
-                second save, a load and `close` wait for it first.
+            wait: False does all but freezing in the background; `wait()` of the returned object
+                gives errors. A second save, a load and `close` wait for it first.
 
         Several ranks call it together and make one checkpoint, which any number of them can load.
 

@@ -1,10 +1,10 @@
 """One model whose parameters lie on ranks in several ways, its steps, and its whole state.
 
-    alone        one process
-    replicated   the same parameters on all ranks, the state shared among them
-    fsdp         rows split among all ranks
-    hsdp         rows split in two, each part on half of the ranks
-    tp           rows split in two over columns or rows split in two: FSDP2 over tensor parallelism
+alone        one process
+replicated   the same parameters on all ranks, the state shared among them
+fsdp         rows split among all ranks
+hsdp         rows split in two, each part on half of the ranks
+tp           rows split in two over columns or rows split in two: FSDP2 over tensor parallelism
 """
 
 from __future__ import annotations

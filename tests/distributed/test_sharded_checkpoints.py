@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import optstream
 from distributed import forms
 from distributed.forms import Whole, differing, of_all, offloaded, state_of, step, weights_of
+from distributed.group import Outcome
 from distributed.programs import MAKES
+from optstream.checkpoint.parts import Held
+from optstream.cli.main import main
+from optstream.distributed.placements import region_of
+from optstream.distributed.region import Region
+from optstream.errors import RankError
 
 Ranks = Callable[..., list[Any]]
 Form = tuple[str, int]
@@ -99,3 +112,190 @@ def test_from_some_forms_to_others(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_from_all_forms_to_all(ranks: Ranks, tmp_path: Path) -> None:
     check_pairs(ranks, tmp_path, ALL, ALL)
+
+
+# -- where parts are
+
+
+def misplaced(form: str) -> list[str]:
+    """Return the parameters whose parts are not where they are said to be."""
+    model, full = forms.make_model(form, torch.float32), forms.make_model("alone", torch.float32)
+    wrong = []
+    for (name, param), values in zip(model.named_parameters(), full.parameters(), strict=True):
+        found = Held(Region.whole(values.shape), values).of(region_of(name, param))
+        if not torch.equal(found, param.to_local()):  # type: ignore[attr-defined]
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("form", ["fsdp", "hsdp", "tp"])
+def test_parts_are_where_they_are_said_to_be(ranks: Ranks, form: str) -> None:
+    assert ranks(4, misplaced, form) == [[]] * 4
+
+
+def test_replicas_are_saved_once(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(4, save_in, "hsdp", tmp_path, CASES)
+    folders = sorted(path.name for path in (tmp_path / "exact").iterdir() if path.is_dir())
+    assert folders == ["rank00000", "rank00001"]  # the first copy's
+    weights = found[0]["fp32"][0]
+    loaded = ranks(4, load_in, "hsdp", tmp_path, [(str(tmp_path / "fp32"), "fp32", weights)])
+    wanted = of_all([each["fp32"][1] for each in found])
+    assert differing(of_all([each[0][0] for each in loaded]), wanted) == []
+    assert [each[0][1] for each in loaded] == [0] * 4
+
+
+# -- without offload
+
+
+def exported_equals(path: Path, wanted: Whole, target: Path) -> None:
+    assert main(["export", str(path), str(target)]) == 0
+    given = torch.load(target, weights_only=True)
+    names = [name for name, _ in forms.make_model("alone", torch.float32).named_parameters()]
+    state = {
+        f"{names[index]}/{key}": torch.as_tensor(value)
+        for index, values in given["state"].items()
+        for key, value in values.items()
+    }
+    state.update({f"{name}/master": value for name, value in given.get("masters", {}).items()})
+    assert differing(state, wanted) == []
+
+
+def load_plain(form: str, root: Path, weights: Whole, given: Any) -> Whole:
+    """Give the plain optimizer's state to the streamed one; return the parameters after a step."""
+    model = forms.make_model(form, torch.float32, seed=1)
+    forms.set_weights(model, weights)
+    with offloaded("adamw", form, model, root / "state") as optimizer:
+        optimizer.load_state_dict(given)
+        step(optimizer, model, BEFORE)
+        return weights_of(model)
+
+
+def test_to_and_from_one_plain_optimizer(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ranks(4, save_in, "tp", tmp_path, EXACT)
+    for case in EXACT:
+        wanted = of_all([each[case][1] for each in found])
+        exported_equals(tmp_path / case, wanted, tmp_path / f"{case}.pt")
+    assert main(["inspect", str(tmp_path / "exact")]) == 0
+    assert "up.weight" in capsys.readouterr().out
+    model = forms.make_model("alone", torch.float32)
+    plain = MAKES["adamw"](model)
+    for number in range(BEFORE):
+        step(plain, model, number)
+    given = (weights_of(model), plain.state_dict())
+    step(plain, model, BEFORE)
+    for form in ("fsdp", "tp"):
+        for weights in ranks(4, load_plain, form, tmp_path, *given):
+            assert differing(weights, weights_of(model)) == []
+
+
+def through_dcp(root: Path, form: str, flat: bool) -> list[str]:
+    """Save with offload, go on without; save without, go on with; return what differs."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    wrong = []
+    for first, second in (("streamed", "plain"), ("plain", "streamed")):
+        path = root / f"{first}-{flat}"
+        model, optimizer = made(first, form, root)
+        for number in range(BEFORE):
+            step(optimizer, model, number)
+        given = get_optimizer_state_dict(model, optimizer, options=options)
+        dcp.save({"optimizer": given}, checkpoint_id=path)
+        weights = weights_of(model)
+        resumed, other = made(second, form, root)
+        forms.set_weights(resumed, weights)
+        target = get_optimizer_state_dict(resumed, other, options=options)
+        dcp.load({"optimizer": target}, checkpoint_id=path)
+        set_optimizer_state_dict(resumed, other, target, options=options)
+        forms.set_weights(resumed, weights)
+        for trained, of in ((model, optimizer), (resumed, other)):
+            step(of, trained, BEFORE)
+        wrong += differing(weights_of(model), weights_of(resumed))
+        wrong += differing(state_of(optimizer, model), state_of(other, resumed))
+        wrong += [f"step {first}"] if differing(weights, weights_of(model)) == [] else []
+    return wrong
+
+
+def made(kind: str, form: str, root: Path) -> tuple[Any, Any]:
+    model = forms.make_model(form, torch.float32)
+    plain = MAKES["adamw"](model)
+    if kind == "plain":
+        return model, plain
+    group = dist.group.WORLD
+    return model, optstream.offload(plain, root, model=model, window="64KiB", process_group=group)
+
+
+@pytest.mark.parametrize(("form", "flat"), [("fsdp", False), ("hsdp", True)])
+def test_torchs_own_checkpoints_are_those_of_the_plain_optimizer(
+    ranks: Ranks, tmp_path: Path, form: str, flat: bool
+) -> None:
+    for wrong in ranks(4, through_dcp, tmp_path, form, flat):
+        assert wrong == []
+
+
+# -- what goes wrong
+
+
+def refused(root: Path) -> dict[str, str]:
+    """Return what is said of saves and loads that cannot be."""
+    said = {}
+    model = forms.make_model("fsdp", torch.float32)
+    with offloaded("adamw", "alone", model, root / "alone") as optimizer:
+        step(optimizer, model, 0)
+        said["no group"] = message(lambda: optimizer.save(root / "checkpoint"))
+        given = optimizer.state_dict()
+    with offloaded("adamw", "fsdp", model, root / "state") as optimizer:
+        step(optimizer, model, 0)
+        optimizer._state.records[0].kept["step"] += dist.get_rank()
+        said["step"] = message(lambda: optimizer.save(root / "checkpoint"))
+    turned = forms.make_model("tp", torch.float32)
+    with offloaded("adamw", "tp", turned, root / "state") as optimizer:
+        said["placements"] = message(lambda: optimizer.load_state_dict(given))
+    alone = forms.make_model("replicated", torch.float32)
+    with offloaded("adamw", "replicated", alone, root / "state") as optimizer:
+        said["replicated"] = message(lambda: optimizer.load_state_dict(given))
+    assert not (root / "checkpoint").exists()
+    return said
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except optstream.OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_what_cannot_be_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(4, refused, tmp_path):
+        assert "process_group= must have all ranks" in said["no group"], said
+        assert "the shards of embedding.weight have other counters" in said["step"], said
+        assert "full_state_dict=True" in said["placements"], said
+        assert "full_state_dict=True" in said["replicated"], said
+
+
+def save_and_die(root: Path, dying: int) -> None:
+    """Save twice; in the second save one rank is killed."""
+    model = forms.make_model("fsdp", torch.float32)
+    optimizer = offloaded("adamw", "fsdp", model, root / "state")
+    step(optimizer, model, 0)
+    optimizer.save(root / "checkpoint")
+    step(optimizer, model, 1)
+    if dist.get_rank() == dying:
+        os.link = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with pytest.raises(RankError):
+        optimizer.save(root / "checkpoint")
+
+
+def test_a_rank_that_dies_leaves_the_checkpoint_before(
+    outcomes: Callable[..., list[Outcome]], tmp_path: Path
+) -> None:
+    found = outcomes(2, save_and_die, tmp_path, 1)
+    assert found[0].error is None, found[0].trace
+    optstream.verify(tmp_path / "checkpoint")
+    model = forms.make_model("alone", torch.float32)
+    with offloaded("adamw", "alone", model, tmp_path / "alone") as optimizer:
+        optimizer.load(tmp_path / "checkpoint")
+        step(optimizer, model, 1)
+        assert optimizer.report is not None
+        assert optimizer.report.step == 2

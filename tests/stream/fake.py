@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
+from optstream.store.base import FrozenFile, WindowFile
 from optstream.store.memory import Memory
 
 WAIT_S = 20
@@ -19,7 +22,7 @@ Event = tuple[str, int]
 
 
 class FakeStore(Memory):
-    """Windows move as with a drive, between two places in memory.
+    """Windows move as with a drive, between two places in memory; frozen ones are never rewritten.
 
     Attributes:
         events: ended transfers of whole windows (they are smaller than a piece), in order.
@@ -35,6 +38,42 @@ class FakeStore(Memory):
         self.threads: dict[int, set[str]] = {drive: set() for drive in range(num_drives)}
         self.before: Callable[[str, int], None] = lambda verb, window: None
         self.changed = threading.Condition()
+        self._fds: list[int] = []
+        self._digests: list[dict[int, int]] = []
+        self._frozen: set[int] = set()
+
+    def reserve(self, files: Sequence[WindowFile]) -> None:
+        super().reserve(files)
+        for file in files:
+            self._fds.append(-1)
+            self._digests.append({})
+            self._renew(len(self._fds) - 1, file)
+
+    def _renew(self, window: int, file: WindowFile) -> None:
+        self._fds[window] = os.memfd_create("fake")
+        os.pwrite(self._fds[window], file.header, 0)
+        header = -len(file.header)
+        self._digests[window] = {header: xxhash.xxh3_64_intdigest(file.header)}
+
+    def prepare_write(self, window: int) -> None:
+        if window in self._frozen:
+            self._frozen.remove(window)
+            os.close(self._fds[window])
+            self._renew(window, self.file(window))
+
+    def freeze(self, windows: Iterable[int], *, room: bool = True) -> dict[int, FrozenFile]:
+        frozen = {}
+        for window in windows:
+            self._frozen.add(window)
+            file, digests = self.file(window), self._digests[window]
+            fd = os.dup(self._fds[window])
+            frozen[window] = FrozenFile(fd, "fake", len(file.header), file.data_bytes, digests)
+        return frozen
+
+    def close(self) -> None:
+        super().close()
+        while self._fds:
+            os.close(self._fds.pop())
 
     @property
     def num_drives(self) -> int:
@@ -51,6 +90,8 @@ class FakeStore(Memory):
     def write(self, window: int, offset: int, buffer: memoryview) -> None:
         self.before("write", window)
         super().write(window, offset, buffer)
+        os.pwrite(self._fds[window], buffer, len(self.file(window).header) + offset)
+        self._digests[window][offset] = xxhash.xxh3_64_intdigest(buffer)
         self._ended("write", window, len(buffer))
 
     def _ended(self, verb: str, window: int, num_bytes: int) -> None:

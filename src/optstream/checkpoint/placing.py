@@ -1,14 +1,14 @@
-"""A frozen file under a name in a checkpoint: a link, or a copy where no link can be."""
+"""Frozen files under names in a checkpoint: links, or copies where no link can be."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from optstream import durable
-from optstream.errors import StoreError, WindowReadError
+from optstream.errors import WindowReadError
 from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.store.live import check_digest
 from optstream.units import format_bytes
@@ -24,15 +24,29 @@ _CANNOT_LINK = (
 )
 
 
-def place(file: FrozenFile, target: Path) -> None:
-    """Give a frozen file a name, as a link or as a copy, and make it durable."""
+def place(files: Mapping[Path, FrozenFile]) -> None:
+    """Give frozen files names, as links or as copies, and make them durable."""
+    linked = {target: file for target, file in files.items() if _link(file, target)}
+    # behind all links: the journal of the filesystem takes them together
+    for target, file in linked.items():
+        try:
+            os.fsync(file.fd)
+        except OSError as error:
+            raise durable.failed("make durable", target, error) from error
+    for target, file in files.items():
+        if target not in linked:
+            _copy(file, target)
+
+
+def _link(file: FrozenFile, target: Path) -> bool:
+    """Tell whether a frozen file has the name as well now; False where no link can be."""
     try:
         file.link(target)
-        os.fsync(file.fd)
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
-            raise StoreError(error.errno, f"cannot link {target}: {error.strerror}") from error
-        _copy(file, target)
+            raise durable.failed("link", target, error) from error
+        return False
+    return True
 
 
 def _copy(file: FrozenFile, target: Path) -> None:

@@ -69,12 +69,11 @@ def _staging_of_all(path: Path, ranks: Ranks) -> Iterator[Path]:
 
 
 def _place_files(snapshot: Snapshot, staging: Path) -> None:
-    folders = set()
-    for window, file in snapshot.files.items():
-        target = staging / snapshot.manifest.windows[window].file
-        if target.parent not in folders:
-            target.parent.mkdir(mode=0o700)
-            folders.add(target.parent)
-        place(file, target)
+    windows = snapshot.manifest.windows
+    files = {staging / windows[window].file: file for window, file in snapshot.files.items()}
+    folders = {target.parent for target in files}
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    place(files)
     for folder in folders:
         durable.sync(folder)

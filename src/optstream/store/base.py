@@ -61,7 +61,7 @@ class FrozenFile:
         fd: of the whole file, header included.
         name: the file in words, for errors.
         digests: xxh3 (64 bit) by offset in the data, of each PIECE_BYTES; the header's at
-            -header_bytes.
+            -header_bytes. Those of a write that is still under way come when it is through.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FrozenFile:
         name: str,
         header_bytes: int,
         data_bytes: int,
-        digests: Mapping[int, int],
+        digests: dict[int, int],
         sharing: Sharing | None = None,
     ) -> None:
         self.fd = fd
@@ -78,7 +78,7 @@ class FrozenFile:
         self.name = name
         self.header_bytes = header_bytes
         self.data_bytes = data_bytes
-        self.digests = dict(digests)
+        self.digests = digests
         self.close = weakref.finalize(self, os.close, fd)
         _frozen_files.add(self)
 
@@ -183,7 +183,8 @@ class Store(ABC):
     def freeze(self, windows: Iterable[int], *, room: bool = True) -> dict[int, FrozenFile]:
         """Make what these windows hold now immutable; the next write of each goes elsewhere.
 
-        Ordering: no transfer of these windows is under way. All or nothing: space for the next
+        Ordering: writes of these windows that are under way belong to what they hold, and the files
+        are whole when those are through; where `cached` none is. All or nothing: space for the next
         writes is reserved first. A drive that refuses that for another reason than space is
         asked again by `prepare_write`: what it still holds can be saved to another one.
 

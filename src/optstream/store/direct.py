@@ -15,6 +15,6 @@ class Direct(OnDrive):
         self._file(window, offset, buffer).write(offset, buffer)
 
     def prepare_write(self, window: int) -> None:
-        frozen = self._replace_frozen(window)
+        frozen = self._make_writable(window)
         if frozen is not None:
             frozen.remove()

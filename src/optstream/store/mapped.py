@@ -61,11 +61,9 @@ class Mapped(OnDrive):
     def prepare_write(self, window: int) -> None:
         self._check_usable()
         self._copy_old(window)
-        frozen = self._replace_frozen(window)
+        frozen = self._make_writable(window)
         if frozen is not None:
             self._held.old[window] = frozen
-        live = self._held.live[window]
-        live.digests = {-live.header_bytes: live.digests[-live.header_bytes]}
 
     def bring_in(self, window: int) -> int:
         self._check_usable()

@@ -110,15 +110,19 @@ class OnDrive(Store):
     def file(self, window: int) -> WindowFile:
         return self._specs[window]
 
-    def _replace_frozen(self, window: int) -> LiveFile | None:
-        """Give a frozen window its fresh file; return the frozen one, None if it is not frozen.
+    def _make_writable(self, window: int) -> LiveFile | None:
+        """Forget a window's digests; if it is frozen, give it its fresh file and return the old.
 
         Raises:
             WindowWriteError: there is none, and the drive refuses one.
         """
-        frozen = self._held.live[window]
-        if not frozen.frozen:
-            return None
+        live = self._held.live[window]
+        frozen = self._replace(live, window) if live.frozen else None
+        live = self._held.live[window]
+        live.digests = {-live.header_bytes: live.digests[-live.header_bytes]}
+        return frozen
+
+    def _replace(self, frozen: LiveFile, window: int) -> LiveFile:
         try:
             if window not in self._held.spares:
                 self._reserve_spares([window])

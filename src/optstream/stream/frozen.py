@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 
 from optstream.memory import read_available_bytes
-from optstream.store.base import FrozenFile, Store, freeze_copy
+from optstream.store.base import FrozenFile, Store, WindowFile, freeze_copy
+
+Written = Future[FrozenFile | None]
+"""The end of a write under way: None, or a copy in memory of what the drive refused."""
+
+
+class Frozen:
+    """The files of all windows that have state; the newest bytes of some may still be coming."""
+
+    def __init__(self, files: dict[int, FrozenFile], under_way: Mapping[int, Written]) -> None:
+        self._files = files
+        self._under_way = under_way
+
+    def settled(self) -> dict[int, FrozenFile]:
+        """Return the files once all bytes are in them; any thread may call it.
+
+        Raises:
+            WindowWriteError: the drive refused one, and memory cannot hold a copy of it.
+        """
+        for window, written in self._under_way.items():
+            copy = written.result()
+            if copy is not None:
+                self._files[window] = copy
+        return self._files
 
 
 def freeze(
@@ -33,6 +57,29 @@ def freeze(
         raise next(iter(refused.values()))
     frozen = store.freeze(sorted(window for window in stored if window not in refused), room=room)
     for window in refused:
-        name = f"window {window} in memory"
-        frozen[window] = freeze_copy(store.file(window), data(window), name)
+        frozen[window] = _copy(store.file(window), window, data(window))
     return frozen
+
+
+def end(
+    written: Written, file: WindowFile, window: int, data: memoryview, error: Exception | None
+) -> None:
+    """Tell who froze a window while it was being written how that ended.
+
+    Args:
+        data: the bytes that were to be written, which nobody changes meanwhile.
+        error: why the drive refused them.
+    """
+    if error is None:
+        written.set_result(None)
+        return
+    try:
+        if file.file_bytes > read_available_bytes():
+            raise error
+        written.set_result(_copy(file, window, data))
+    except Exception as failure:
+        written.set_exception(failure)
+
+
+def _copy(file: WindowFile, window: int, data: memoryview) -> FrozenFile:
+    return freeze_copy(file, data, f"window {window} in memory")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from optstream.plan import Plan
-from optstream.store.base import FrozenFile, Store, WindowFile
+from optstream.store.base import Store, WindowFile
 from optstream.stream import lane as lanes
-from optstream.stream.frozen import freeze
+from optstream.stream.frozen import Frozen, freeze
 from optstream.stream.keeper import Kept, by_keeper
 from optstream.stream.page_cache import PageCache
 from optstream.stream.part import read_part
@@ -74,10 +74,14 @@ class PagedStream(Kept):
         self._end(order)
 
     @by_keeper
-    def freeze(self, *, room: bool = True) -> dict[int, FrozenFile]:
+    def freeze(self, *, room: bool = True) -> Frozen:
         self._pages.write_back()
-        refused = {**self._pages.errors, **self._resident.save()}
-        return freeze(self._store, self._transfers.stored, refused, self._data, room=room)
+        with self._changed:
+            refused = {**self._resident.save(), **self._pages.errors}
+            under_way = self._transfers.under_way()
+            self._transfers.settle()  # a write here goes through pages, whose digests are taken
+        files = freeze(self._store, self._transfers.stored, refused, self._data, room=room)
+        return Frozen(files, under_way)
 
     @by_keeper
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:

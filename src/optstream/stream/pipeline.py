@@ -18,9 +18,9 @@ from torch import Tensor
 
 from optstream.errors import WindowIOError
 from optstream.plan import Plan
-from optstream.store.base import FrozenFile, Store, WindowFile
+from optstream.store.base import Store, WindowFile
 from optstream.stream import lane as lanes
-from optstream.stream.frozen import freeze
+from optstream.stream.frozen import Frozen, freeze
 from optstream.stream.keeper import Kept, by_keeper
 from optstream.stream.part import read_part
 from optstream.stream.resident import Resident
@@ -101,21 +101,22 @@ class Stream(Kept):
         self._end(order)
 
     @by_keeper
-    def freeze(self, *, room: bool = True) -> dict[int, FrozenFile]:
-        """Make every window's bytes on the drive immutable and return them; none is under way.
+    def freeze(self, *, room: bool = True) -> Frozen:
+        """Make every window as it is now immutable; returns while writes are still under way.
 
-        Resident windows that changed are written first. What could not be written is frozen from
-        its slot, as a file in memory.
+        Those of resident windows that changed begin here. What cannot be written is frozen from its
+        slot, as a file in memory.
 
         Raises:
             OutOfSpaceError: no space for the next writes; nothing was frozen.
-            WindowWriteError: resident windows cannot be written, and memory cannot hold copies;
-                nothing was frozen.
+            WindowWriteError: memory cannot hold what could not be written; nothing was frozen.
         """
         with contextlib.suppress(WindowIOError):
-            self.drain()
-        refused = {**self._write_errors, **self._resident.save()}
-        return freeze(self._store, self._transfers.stored, refused, self._data, room=room)
+            self._retry_writes()
+        with self._changed:  # no write ends between these lines
+            refused = {**self._resident.save(), **self._write_errors}
+            files = freeze(self._store, self._transfers.stored, refused, self._data, room=room)
+            return Frozen(files, self._transfers.under_way())
 
     @by_keeper
     def look(self, window: int, offset: int, num_bytes: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 FREE ──► READING ──► READY ◄──► BUSY
                        ▲ │ newer, and saved
-                       └─▼
-                     WRITING
+                       │ ▼
+                     WRITING ──► DIRTY: the drive refused it; used and saved like READY
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Resident:
         """
         slot = self._slots[window]
         with self._changed:
-            self._transfers.wait(slot)  # of a save that was interrupted
+            self._wait_written(slot)
             if slot.window is None:
                 start = time.perf_counter()
                 self._transfers.read(slot, window)
@@ -97,6 +97,12 @@ class Resident:
         if window not in self._transfers.stored:
             slot.tensor.zero_()
         return slot
+
+    def _wait_written(self, slot: Slot) -> None:
+        """Wait for the write of a save, which reads the buffer."""
+        start = time.perf_counter()
+        self._transfers.wait(slot)
+        self._transfers.counters.write_wait_s += time.perf_counter() - start
 
     def release(self, slot: Slot, window: int, ready: Wait) -> None:
         """Keep what a window was updated to; `ready` blocks until it is in the slot."""
@@ -130,25 +136,26 @@ class Resident:
         return slot
 
     def save(self) -> dict[int, Exception]:
-        """Write windows whose bytes the drive has not got; return the errors by window.
+        """Start writing the windows whose bytes the drive has not got; `changed` is held.
 
         What cannot be written stays as it is, and is tried again by the next save.
+
+        Returns:
+            Why a write could not even be started, by window.
         """
         if self._store.in_place:
             for slot in self._slots.values():
                 slot.ready()
             return {}
         errors: dict[int, Exception] = {}
-        newer = {window: slot for window, slot in self._slots.items() if slot.newer}
-        with self._changed:
-            for window, slot in newer.items():
-                try:
-                    self._transfers.write(slot, window, errors)
-                except WindowIOError as error:
-                    errors[window] = error
-            self._transfers.settle()
-            for window in errors:
-                newer[window].state = SlotState.READY
+        for window, slot in self._slots.items():
+            self._transfers.wait(slot)  # of a save before
+            if not slot.newer:
+                continue
+            try:
+                self._transfers.write(slot, window, {})
+            except WindowIOError as error:
+                errors[window] = error
         return errors
 
     def close(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from optstream.errors import WindowIOError
 from optstream.store.base import PIECE_BYTES, Store
+from optstream.stream import frozen
 from optstream.stream import lane as lanes
 from optstream.stream.slots import Slot, SlotState
 
@@ -34,7 +35,7 @@ class Transfers:
     Attributes:
         stored: windows that have state; the others are new and read as zeros.
         read_errors: by window.
-        num_reading, num_writing: windows that are under way.
+        num_reading: windows that are being read.
 
     Ordering: transfers are started with `changed` held. So are they ended, and `then` is called
     behind that unless the caller's own thread ended it.
@@ -50,7 +51,9 @@ class Transfers:
         self.counters = Counters()
         self.stored: set[int] = set()
         self.read_errors: dict[int, Exception] = {}
-        self.num_reading = self.num_writing = 0
+        self.num_reading = 0
+        self._writing: set[int] = set()
+        self._awaited: dict[int, frozen.Written] = {}
         self._store = store
         self._io_threads = io_threads
         self._changed = changed
@@ -65,7 +68,7 @@ class Transfers:
 
     @property
     def idle(self) -> bool:
-        return not (self.num_reading or self.num_writing)
+        return not (self.num_reading or self._writing)
 
     def settle(self) -> None:
         """Wait until nothing is under way."""
@@ -111,7 +114,10 @@ class Transfers:
         data = self._data(slot, window)
 
         def done(error: Exception | None) -> None:
-            self.num_writing -= 1
+            self._writing.remove(window)
+            if window in self._awaited:
+                file = self._store.file(window)
+                frozen.end(self._awaited.pop(window), file, window, data, error)
             if error is None:
                 self.counters.written_bytes += len(data)
                 self.counters.saved_bytes += len(data) if slot.newer else 0
@@ -126,8 +132,12 @@ class Transfers:
         slot.used = self._num_writes
         slot.state = SlotState.WRITING
         self.stored.add(window)
-        self.num_writing += 1
+        self._writing.add(window)
         self._start(window, data, self._store.write, slot.ready, done)
+
+    def under_way(self) -> Mapping[int, frozen.Written]:
+        """Return the end of each write that is under way, by window."""
+        return {window: self._awaited.setdefault(window, Future()) for window in self._writing}
 
     def close(self) -> None:
         """End the threads, with what they were given."""

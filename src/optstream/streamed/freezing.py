@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,19 @@ class Freezer:
         self._optimizer = optimizer
         self._state = state
 
-    def snapshot(self, step: int, *, room: bool = True) -> Snapshot:
+    def snapshot(self, step: int) -> Snapshot:
+        """Freeze all state as it is now, and wait until all of it is in files, see `freeze`."""
+        return self.freeze(step)()
+
+    def freeze(self, step: int, *, room: bool = True) -> Callable[[], Snapshot]:
         """Freeze all state as it is now; the next write of each window goes to a fresh file.
 
         Args:
             room: False reserves no files for those writes: drop the snapshot before them.
+
+        Returns:
+            A function that waits for the writes under way and returns the snapshot; any thread may
+            call it. It raises WindowWriteError if one was refused and memory cannot hold a copy.
 
         Raises:
             OutOfSpaceError: no space for those writes; nothing was frozen.
@@ -51,25 +60,31 @@ class Freezer:
                 f"a step failed after {state.num_updated} windows; call step() again with the same "
                 "gradients to finish it, or load a checkpoint"
             )
-        files = state.stream.freeze(room=room)
-        names = [spec.name for spec in state.plan.params]
+        frozen, plan = state.stream.freeze(room=room), state.plan
+        names = [spec.name for spec in plan.params]
         assert len(set(names)) == len(names)
         kind = type(self._optimizer)
         manifest = Manifest(
             optimizer=f"{kind.__module__}.{kind.__qualname__}",
             step=step,
-            rank_windows=(state.plan.num_windows,),
+            rank_windows=(plan.num_windows,),
             piece_bytes=PIECE_BYTES,
             groups=tuple(self._groups()),
             params=dict(self._params()),
-            windows=tuple(
-                self._window(window, files.get(window)) for window in range(state.plan.num_windows)
-            ),
+            windows=(),
         )
-        return Snapshot(manifest, files, directory=None)
 
-    def _window(self, window: int, file: FrozenFile | None) -> StoredWindow:
-        data_bytes = self._state.plan.windows[window].data_bytes
+        def settled() -> Snapshot:
+            files = frozen.settled()
+            windows = [
+                self._window(index, window.data_bytes, files.get(index))
+                for index, window in enumerate(plan.windows)
+            ]
+            return Snapshot(replace(manifest, windows=tuple(windows)), files, directory=None)
+
+        return settled
+
+    def _window(self, window: int, data_bytes: int, file: FrozenFile | None) -> StoredWindow:
         if file is None:
             return StoredWindow("", 0, data_bytes, ())
         name = f"rank{self._state.ranks.rank:05d}/window{window:05d}.safetensors"

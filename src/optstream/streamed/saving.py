@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from optstream.checkpoint.directory import check_space, check_target, existing_p
 from optstream.checkpoint.merge import merged
 from optstream.checkpoint.publish import publish
 from optstream.checkpoint.snapshot import Snapshot
+from optstream.distributed.ranks import Ranks
 from optstream.errors import OutOfSpaceError
 from optstream.stream.background import Background
 from optstream.streamed.freezing import Freezer
@@ -34,7 +36,9 @@ class Saver:
         self.freezer = Freezer(optimizer, state)
 
     def save(self, path: Path, step: int) -> None:
-        """Start making a checkpoint; `background.wait` ends it.
+        """Start making a checkpoint of the state as it is now; `background.wait` ends it.
+
+        What the last step still writes is not waited for here.
 
         Raises:
             OutOfSpaceError, StoreError: see StreamedOptimizer.save; nothing was changed.
@@ -46,28 +50,16 @@ class Saver:
             away_bytes = ranks.gather(self.freezer.bytes_off(existing_parent(path)))
             check_space(path, sum(away_bytes))
             try:
-                snapshot = self.freezer.snapshot(step)
+                settled = self.freezer.freeze(step)
             except OutOfSpaceError:
                 if ranks.size > 1 or sum(away_bytes) < self.freezer.file_bytes:
                     raise
                 # all is copied: no room is needed if that ends before the next step
-                snapshot, room = self.freezer.snapshot(step, room=False), False
-        self._publish(snapshot, path)
+                settled, room = self.freezer.freeze(step, room=False), False
+        self.background.start(partial(_publish, settled, path, ranks.beside()))
         if not room:
-            del snapshot
+            del settled
             self.background.wait()
-
-    def _publish(self, snapshot: Snapshot, path: Path) -> None:
-        ranks = self._state.ranks
-        manifest = merged(ranks.gather(snapshot.manifest))
-        mine = manifest.windows_of(ranks.rank)
-        files = {
-            mine[window]: file
-            for window, file in snapshot.files.items()
-            if manifest.windows[mine[window]].file  # else another rank's has the same
-        }
-        whole = Snapshot(manifest, files, directory=None)
-        self.background.start(partial(publish, whole, path, ranks.beside()))
 
     def by_param(self, step: int) -> dict[Tensor, dict[str, Any]]:
         """Return a snapshot's tensors and values by parameter."""
@@ -77,3 +69,17 @@ class Saver:
             (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
         ]
         return {param: part_of(snapshot, spec.name, param, folder) for param, spec in planned}
+
+
+def _publish(settled: Callable[[], Snapshot], path: Path, ranks: Ranks) -> None:
+    """Make this rank's snapshot, once it is settled, a part of the checkpoint of all ranks."""
+    with ranks.together():
+        snapshot = settled()
+    manifest = merged(ranks.gather(snapshot.manifest))
+    mine = manifest.windows_of(ranks.rank)
+    files = {
+        mine[window]: file
+        for window, file in snapshot.files.items()
+        if manifest.windows[mine[window]].file  # else another rank's has the same
+    }
+    publish(Snapshot(manifest, files, directory=None), path, ranks)
