@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -33,7 +34,9 @@ Ranks = Callable[..., list[Any]]
 Form = tuple[str, int]
 EXACT = {"exact": ("adamw", torch.bfloat16), "fp32": ("sgd", torch.float32)}
 SPLIT = {"split": ("adamw", torch.bfloat16)}
-CASES = {**EXACT, **SPLIT}
+ROUNDED = {"bf16": ("adamw", torch.float32), "int8": ("adamw", torch.float32)}
+CASES = {**EXACT, **SPLIT, **ROUNDED}
+UNROUNDED = {**EXACT, **SPLIT}
 BEFORE = 2
 FEW: list[Form] = [("fsdp", 3), ("replicated", 2), ("tp", 4)]
 ALL: list[Form] = [
@@ -90,8 +93,8 @@ def check_pairs(ranks: Ranks, root: Path, saved_in: list[Form], loaded_in: list[
     for form, size in saved_in:
         directory = root / f"{form}{size}"
         directory.mkdir()
-        found = ranks(size, save_in, form, directory, CASES)
-        for case in CASES:
+        found = ranks(size, save_in, form, directory, UNROUNDED)
+        for case in UNROUNDED:
             optstream.verify(directory / case)
             wanted[(form, size), case] = of_all([each[case][1] for each in found])
             saved.append(((form, size), str(directory / case), case, found[0][case][0]))
@@ -114,6 +117,33 @@ def test_from_all_forms_to_all(ranks: Ranks, tmp_path: Path) -> None:
     check_pairs(ranks, tmp_path, ALL, ALL)
 
 
+def load_rounded(form: str, root: Path, saved: list[tuple[str, str, Whole]]) -> Any:
+    lines: list[str] = []
+    log = logging.getLogger("optstream")
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    return load_in(form, root, saved), lines
+
+
+@pytest.mark.parametrize(("form", "size"), [("tp", 4), ("alone", 1)])
+def test_rounded_state_stays_near_and_what_is_rounded_again_is_named(
+    ranks: Ranks, tmp_path: Path, form: str, size: int
+) -> None:
+    found = ranks(3, save_in, "fsdp", tmp_path, ROUNDED)
+    saved = [(str(tmp_path / case), case, found[0][case][0]) for case in ROUNDED]
+    loaded = ranks(size, load_rounded, form, tmp_path, saved)
+    for index, case in enumerate(ROUNDED):
+        wanted = of_all([each[case][1] for each in found])
+        state = of_all([each[index][0] for each, _ in loaded])
+        if case == "bf16":
+            assert differing(state, wanted) == []
+        for name, value in wanted.items():
+            assert (state[name] - value).abs().max() <= 0.02 * value.abs().max(), (case, name)
+    for _, lines in loaded:
+        again = [line for line in lines if "to other blocks of int8" in line]
+        assert len(again) == 2, lines
+
+
 # -- where parts are
 
 
@@ -134,7 +164,7 @@ def test_parts_are_where_they_are_said_to_be(ranks: Ranks, form: str) -> None:
 
 
 def test_replicas_are_saved_once(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(4, save_in, "hsdp", tmp_path, CASES)
+    found = ranks(4, save_in, "hsdp", tmp_path, EXACT)
     folders = sorted(path.name for path in (tmp_path / "exact").iterdir() if path.is_dir())
     assert folders == ["rank00000", "rank00001"]  # the first copy's
     weights = found[0]["fp32"][0]

@@ -67,10 +67,15 @@ class Loader:
         return manifest.step
 
     def _copy(self, source: str, snapshot: Snapshot, given: States) -> None:
-        report_conversions(source, snapshot.manifest, self._state.plan.params)
-        roster, folder = self._state.roster, self._state.store.folder
+        roster, folder, specs = (
+            self._state.roster,
+            self._state.store.folder,
+            self._state.plan.params,
+        )
+        regions = [region_of(spec.name, roster.param(i)) for i, spec in enumerate(specs)]
+        report_conversions(source, snapshot.manifest, specs, regions)
         states = {}
-        for index, spec in enumerate(self._state.plan.params):
+        for index, spec in enumerate(specs):
             if spec.name not in given:
                 continue
             param, stored = roster.param(index), snapshot.manifest.params[spec.name]
@@ -78,8 +83,7 @@ class Loader:
             # the others would wait in the next gathering of weights
             together = self._state.ranks.together if gathers(param, stored) else nullcontext
             with together():
-                region = region_of(spec.name, param)
-                states[spec.name] = snapshot.state(spec.name, weight, folder, region)
+                states[spec.name] = snapshot.state(spec.name, weight, folder, regions[index])
         self.put(source, snapshot.manifest.groups, states)
 
     def _windows_needed(self, manifest: Manifest) -> set[int]:
