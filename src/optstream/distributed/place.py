@@ -69,6 +69,12 @@ class Place:
             os.close(lock)
 
 
+def check_role(role: str) -> None:
+    """Raise ConfigError unless a role can be part of a name."""
+    if not _ROLE.fullmatch(role):
+        raise ConfigError(f"role={role!r}: give letters, digits, _ and - only, such as 'actor'")
+
+
 def take_places(directories: StrPath | Sequence[StrPath], role: str, rank: int) -> list[Place]:
     """Take a place in each of several directories.
 
@@ -76,8 +82,7 @@ def take_places(directories: StrPath | Sequence[StrPath], role: str, rank: int) 
         ConfigError: a role that cannot be part of a name.
         StoreError: a directory cannot hold state; nothing is left there.
     """
-    if not _ROLE.fullmatch(role):
-        raise ConfigError(f"role={role!r}: give letters, digits, _ and - only, such as 'actor'")
+    check_role(role)
     if isinstance(directories, str | bytes) or not isinstance(directories, Sequence):
         directories = [directories]
     places: list[Place] = []

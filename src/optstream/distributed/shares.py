@@ -18,7 +18,7 @@ Place = tuple[int, int]
 """Of a parameter in `param_groups`: group, position."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """What of a parameter a window updates; all of it, or a flat slice.
 

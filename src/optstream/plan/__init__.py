@@ -2,6 +2,7 @@
 
 from optstream.codecs import EXACT
 from optstream.plan.plan import (
+    FIRST_RUN_BYTES,
     MIN_WINDOW_BYTES,
     NUM_DEVICE_BUFFERS,
     NUM_SLOTS,
@@ -31,6 +32,7 @@ from optstream.units import aligned
 __all__ = [
     "EXACT",
     "EXTENT_ALIGNMENT",
+    "FIRST_RUN_BYTES",
     "MASTER",
     "MAX_TILE",
     "MIN_WINDOW_BYTES",

@@ -6,7 +6,6 @@ Pure arithmetic: no I/O, no torch.distributed, no tensor is made.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +26,9 @@ NUM_DEVICE_BUFFERS = 2
 """On an accelerator: one window being updated, one being copied out and in."""
 
 MIN_WINDOW_BYTES = 64 * 2**10
+FIRST_RUN_BYTES = 2**20
+"""Of small parameters that make their state in one call of the optimizer, instead of one by one."""
+
 OVERHEAD_BYTES = 32 * 2**20
 """Threads, Python objects and allocator slack: what does not depend on windows or the model."""
 
@@ -175,18 +177,19 @@ class Plan:
         )
 
     def _window_update_bytes(self, window: Window) -> int:
-        batched = sequential = first = 0
+        batched = sequential = first = all_first = 0
         for piece in window.pieces:
             spec = self.params[piece.param]
-            share = min(piece.numel, spec.max_tile) / max(1, spec.numel)
-            temporary = math.ceil(spec.temporary_bytes * share)
+            numel = min(piece.numel, spec.max_tile)
+            temporary = spec.of_tile(spec.temporary_bytes, numel)
             # what is decoded is updated by itself
             if spec.temporaries is Temporaries.BATCHED and not spec.is_encoded:
                 batched += temporary
             else:
                 sequential = max(sequential, temporary)
-            first = max(first, math.ceil(spec.first_bytes * share))
-        return max(batched + sequential, first)
+            of_first = spec.of_tile(spec.first_bytes, numel)
+            first, all_first = max(first, of_first), all_first + of_first
+        return max(batched + sequential, first, min(all_first, FIRST_RUN_BYTES))
 
 
 def parse_window_bytes(window_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -22,7 +22,7 @@ SCRATCH_ALIGNMENT = 64
 """Bytes, as torch's own allocations."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StateTensor:
     """One streamed tensor of a parameter's state: the master, or what the optimizer keeps.
 
@@ -65,7 +65,7 @@ class Temporaries(Enum):
     """foreach: what all parameters of the call need."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """What the plan needs to know of a parameter.
 
@@ -79,6 +79,7 @@ class ParamSpec:
         temporaries: which temporaries of an update live at the same time.
         first_bytes: peak of what the first update allocates, the new state included.
         temporary_bytes: peak of what any later update allocates.
+        numel, has_master, is_encoded: what follows from those, asked for at every step.
     """
 
     name: str
@@ -93,23 +94,23 @@ class ParamSpec:
     temporaries: Temporaries = Temporaries.ONE
     first_bytes: int = 0
     temporary_bytes: int = 0
+    numel: int = field(init=False, repr=False, compare=False)
+    has_master: bool = field(init=False, repr=False, compare=False)
+    is_encoded: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def has_master(self) -> bool:
-        return any(state.key == MASTER for state in self.states)
+    def __post_init__(self) -> None:
+        follows = {
+            "numel": math.prod(self.shape),
+            "has_master": any(state.key == MASTER for state in self.states),
+            "is_encoded": any(state.codec != EXACT for state in self.states),
+        }
+        for name, value in follows.items():
+            object.__setattr__(self, name, value)
 
     @property
     def state_bytes(self) -> int:
         """Return its bytes as stored."""
         return sum(state.stored_bytes for state in self.states)
-
-    @property
-    def is_encoded(self) -> bool:
-        return any(state.codec != EXACT for state in self.states)
 
     @property
     def max_tile(self) -> int:
@@ -118,6 +119,10 @@ class ParamSpec:
             return ENCODED_TILE
         tiled = self.elementwise and self.temporaries is Temporaries.ONE
         return MAX_TILE if tiled else self.numel
+
+    def of_tile(self, num_bytes: int, numel: int) -> int:
+        """Return what a tile of so many elements has of what all of it takes."""
+        return math.ceil(num_bytes * (numel / max(1, self.numel)))
 
     def scratch_bytes(self, numel: int) -> int:
         """Return what decoding takes to update so many elements at once: float32, tensor by tensor.

@@ -27,7 +27,7 @@ EXTENT_ALIGNMENT = 64
 PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Extent:
     """The byte range of a window's data that holds one tensor (of a slice).
 
@@ -49,7 +49,7 @@ class Extent:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A parameter, or a flat slice of it, with its extents in one window.
 
@@ -74,7 +74,7 @@ class Piece:
         return next(extent for extent in self.extents if extent.key == key)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Window:
     """The pieces whose state is in memory together.
 
@@ -166,8 +166,9 @@ class _WindowBuilder:
     def _place(self, index: int, spec: ParamSpec, start: int, stop: int, whole: bool) -> None:
         alignment = _alignment(spec, start, stop)
         extents = []
+        flat = (stop - start,)
         for state in spec.states:
-            shape, stride = (state.shape, state.stride) if whole else ((stop - start,), (1,))
+            shape, stride = (state.shape, state.stride) if whole else (flat, (1,))
             num_bytes = stored_bytes(state.codec, math.prod(shape), state.dtype)
             offset = aligned(self.end, alignment)
             extents.append(

@@ -7,9 +7,9 @@ A change is followed when the stored state still fits and is an error when it do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from optstream.streamed.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class ScaledGradient(NamedTuple):
@@ -41,8 +42,7 @@ class ScaledGradient(NamedTuple):
 GradientOf = Callable[[Tensor], Tensor | ScaledGradient | None]
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """A parameter that has a gradient in this step."""
 
     param: Tensor
@@ -105,6 +105,7 @@ class Describer:
         # which keeps the same state
         self._probed = getattr(optimizer, "layout_twin", lambda: optimizer)()
         self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._seen: dict[Any, Any] = {}
 
     def describe(self, name: str, group: int, position: int) -> ParamSpec:
         """Return what the plan needs to know of `param_groups[group]["params"][position]`.
@@ -131,16 +132,20 @@ class Describer:
             name=name,
             group=group,
             position=position,
-            shape=tuple(param.shape),
+            shape=self._same(tuple(param.shape)),
             dtype=param.dtype,
-            device=self._device or str(param.device),
-            states=tuple(self._encoded(name, param, state) for state in states),
+            device=self._same(self._device or str(param.device)),
+            states=self._same(tuple(self._encoded(name, param, state) for state in states)),
             counters=layout.counters,
             elementwise=self._can_slice(values, param, dtype, states),
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
         )
+
+    def _same(self, value: T) -> T:
+        """Return the equal value that was seen first: there are tens of thousands of equal ones."""
+        return self._seen.setdefault(value, value)  # type: ignore[no-any-return]
 
     def _encoded(self, name: str, param: Tensor, state: StateTensor) -> StateTensor:
         is_master = state.key == MASTER
@@ -231,15 +236,16 @@ def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) ->
         if grad is not None:
             grad, factor = grad if isinstance(grad, ScaledGradient) else (grad, None)
             assert factor is None or spec.has_master
-            check_shard_gradient(spec.name, param, grad)
-            param, grad = here(param), here(grad)
+            if hasattr(param, "placements") or hasattr(grad, "placements"):
+                check_shard_gradient(spec.name, param, grad)
+                param, grad = here(param), here(grad)
             _check_same(spec, param)
             bound[index] = Bound(param, _dense_grad(spec, grad), factor)
     return bound
 
 
 def _check_same(spec: ParamSpec, param: Tensor) -> None:
-    if tuple(param.shape) != spec.shape or param.dtype != spec.dtype:
+    if param.shape != spec.shape or param.dtype != spec.dtype:
         raise ModelChangedError(
             f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
             f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "

@@ -15,18 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from optstream.codecs import Place, in_memory_order, salt
-from optstream.plan import MASTER, Extent, ParamSpec, Piece, Plan, Temporaries, Window
+from optstream.plan import (
+    FIRST_RUN_BYTES,
+    MASTER,
+    Extent,
+    ParamSpec,
+    Piece,
+    Plan,
+    Temporaries,
+    Window,
+)
 from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy
-from optstream.update.views import GradientScratch, extent_view, part_of
+from optstream.update.views import ExtentViews, GradientScratch, part_of
 
 TRIM_BYTES = 4 * 2**20
 """Of parameters updated by rules with temporaries, after which freed memory is given back."""
 
+MAX_RUN = 256
+"""Tiles: each is some KiB of Python and torch objects, however small the parameter."""
 
-@dataclass(eq=False)
+_ONLY_MASTER = frozenset({MASTER})
+_NOTHING: Mapping[str, Decoded] = {}
+
+
+@dataclass(eq=False, slots=True)
 class Tile:
     """A tile of a piece (`start`: in the flat parameter), ready for the optimizer.
 
@@ -45,7 +60,7 @@ class Tile:
     proxy: nn.Parameter
     state: dict[str, Any]
     views: dict[str, Tensor]
-    decoded: dict[str, Decoded]
+    decoded: Mapping[str, Decoded]
     makes_state: bool
 
 
@@ -84,23 +99,17 @@ class Tiles:
 
         Ordering: a run is through, `store` included, before the next is asked for.
         """
+        new: list[Piece] = []
         plain: list[Piece] = []
         encoded: list[Piece] = []
         for piece in window.pieces:
             if piece.param in bound:
-                kind = encoded if plan.params[piece.param].is_encoded else plain
-                kind.append(piece)
-        gradients = self._gradients.spaces(plan, window, bound)
-        tiles = [
-            tile
-            for piece in plain
-            for tile in self._plain(
-                plan.params[piece.param], piece, buffer, bound[piece.param], gradients
-            )
-        ]
-        # new state is made by the optimizer itself: one piece at a time keeps that within the bound
-        yield from ([tile] for tile in tiles if tile.makes_state)
-        yield from _batches([tile for tile in tiles if not tile.makes_state])
+                spec = plan.params[piece.param]
+                is_new = self._makes_state(spec, piece.param)
+                (encoded if spec.is_encoded else new if is_new else plain).append(piece)
+        # new state is made by the optimizer itself: little at a time keeps that within the bound
+        yield from _first_batches(self._plain(plan, new, buffer, bound))
+        yield from _batches(self._plain(plan, plain, buffer, bound))
         if encoded:
             yield from self._encoded(plan, encoded, buffer, bound)
 
@@ -143,28 +152,27 @@ class Tiles:
         return scratch
 
     def _plain(
-        self,
-        spec: ParamSpec,
-        piece: Piece,
-        buffer: Tensor,
-        bound: Bound,
-        gradients: Iterator[Tensor],
+        self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
     ) -> Iterator[Tile]:
-        views = {extent.key: extent_view(buffer, extent) for extent in piece.extents}
-        target = part_of(bound.param.detach(), piece)
-        grad = part_of(bound.grad.detach(), piece)
-        if spec.has_master:
-            self._load_master(spec, self.records[piece.param], views[MASTER], target)
-            wide = next(gradients)[: piece.numel].as_strided(target.shape, views[MASTER].stride())
-            grad = _widened(wide, grad, bound.factor)
-        attributes = vars(bound.param)
-        if piece.numel <= spec.max_tile:
-            yield self._tile(spec, piece, 0, target, grad, views, attributes)
-            return
-        for start in range(0, piece.numel, spec.max_tile):
-            part = slice(start, start + spec.max_tile)
-            of_tile = {key: view[part] for key, view in views.items()}
-            yield self._tile(spec, piece, start, target[part], grad[part], of_tile, attributes)
+        gradients = self._gradients.spaces(plan, pieces, bound)
+        of_window = ExtentViews(buffer)
+        for piece in pieces:
+            spec, (param, gradient, factor) = plan.params[piece.param], bound[piece.param]
+            views = {extent.key: of_window.view(extent) for extent in piece.extents}
+            target = part_of(param.detach(), piece)
+            grad = part_of(gradient.detach(), piece)
+            if spec.has_master:
+                master = views[MASTER]
+                self._load_master(spec, self.records[piece.param], master, target)
+                wide = next(gradients)[: piece.numel].as_strided(target.shape, master.stride())
+                grad = _widened(wide, grad, factor)
+            if piece.numel <= spec.max_tile:
+                yield self._tile(spec, piece, 0, target, grad, views, vars(param))
+                continue
+            for start in range(0, piece.numel, spec.max_tile):
+                part = slice(start, start + spec.max_tile)
+                of_tile = {key: view[part] for key, view in views.items()}
+                yield self._tile(spec, piece, start, target[part], grad[part], of_tile, vars(param))
 
     def _encoded(
         self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
@@ -231,25 +239,26 @@ class Tiles:
         grad: Tensor,
         views: dict[str, Tensor],
         attributes: Mapping[str, Any],
-        decoded: dict[str, Decoded] | None = None,
+        decoded: Mapping[str, Decoded] = _NOTHING,
     ) -> Tile:
         record = self.records[piece.param]
         proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
-        vars(proxy).update(attributes)  # rules ask parameters what they are (tensor parallel, QKV)
+        if attributes:  # rules ask parameters what they are (tensor parallel, QKV)
+            vars(proxy).update(attributes)
         proxy.grad = grad
-        state = working_copy(record.kept)
-        state.update(record.unplanned.get(piece.start + start, {}))
-        state.update({key: views[key] for key in views if key in record.stored and key != MASTER})
-        makes_state = self._makes_state(spec, piece.param)
         start += piece.start
-        return Tile(
-            spec, piece.param, start, target, proxy, state, views, decoded or {}, makes_state
-        )
+        state = working_copy(record.kept)
+        if record.unplanned:
+            state.update(record.unplanned.get(start, {}))
+        for key, view in views.items():
+            if key in record.stored and key != MASTER:
+                state[key] = view
+        makes_state = self._makes_state(spec, piece.param)
+        return Tile(spec, piece.param, start, target, proxy, state, views, decoded, makes_state)
 
     def _makes_state(self, spec: ParamSpec, param: int) -> bool:
-        return any(state.key != MASTER for state in spec.states) and not (
-            self.records[param].stored - {MASTER}
-        )
+        keeps_any = len(spec.states) > spec.has_master
+        return keeps_any and self.records[param].stored <= _ONLY_MASTER
 
     def _load_master(self, spec: ParamSpec, record: Record, master: Tensor, param: Tensor) -> None:
         if MASTER not in record.stored:
@@ -279,7 +288,7 @@ def _starts(piece: Piece, spec: ParamSpec) -> range:
 
 
 def _batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Yield what one call of the optimizer updates: all, or TRIM_BYTES of rules that go one by one.
+    """Yield what one call of the optimizer updates: MAX_RUN, TRIM_BYTES where one by one.
 
     Ordering: kept; a rule that batches keeps its batch, where it is fast.
     """
@@ -288,8 +297,26 @@ def _batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
     for tile in tiles:
         run.append(tile)
         run_bytes += tile.proxy.nbytes if tile.spec.temporaries is Temporaries.ONE else 0
-        if run_bytes >= TRIM_BYTES:
+        if run_bytes >= TRIM_BYTES or len(run) == MAX_RUN:
             yield run
             run, run_bytes = [], 0
+    if run:
+        yield run
+
+
+def _first_batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
+    """Yield tiles that make their state: each by itself, or as many small ones as are planned for.
+
+    Ordering: kept.
+    """
+    run: list[Tile] = []
+    run_bytes = 0
+    for tile in tiles:
+        first_bytes = tile.spec.of_tile(tile.spec.first_bytes, tile.proxy.numel())
+        if run and (run_bytes + first_bytes > FIRST_RUN_BYTES or len(run) == MAX_RUN):
+            yield run
+            run, run_bytes = [], 0
+        run.append(tile)
+        run_bytes += first_bytes
     if run:
         yield run

@@ -32,7 +32,7 @@ from optstream.memory import trim_heap
 from optstream.plan import EXACT, MASTER, Plan, Temporaries, Window
 from optstream.streamed.params import Bound
 from optstream.units import format_bytes
-from optstream.update.record import Record
+from optstream.update.record import Record, SharedRecords
 from optstream.update.tiles import TRIM_BYTES, Tile, Tiles
 from optstream.update.views import extent_view, given_part
 
@@ -52,6 +52,7 @@ class Updater:
         self.records: defaultdict[int, Record] = defaultdict(Record)
         self._tiles = Tiles(self.records, seed)
         self._next: dict[int, Record] = {}
+        self._shared = SharedRecords()
         self._group_values: dict[int, dict[str, Any]] = {}
         self._attributes: dict[str, Any] = {}
         self._untrimmed_bytes = 0
@@ -138,6 +139,7 @@ class Updater:
         vars(self._optimizer).update(self._attributes)
         self.records.update(self._next)
         self._group_values, self._attributes, self._next = {}, {}, {}
+        self._shared.clear()
         self._name_followed()
 
     def _step_without_gradients(self, indices: Sequence[int]) -> None:
@@ -163,7 +165,7 @@ class Updater:
             by_group.setdefault(tile.spec.group, []).append(tile)
         groups = {index: self._window_group(index, by_group[index]) for index in sorted(by_group)}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        state.update({tile.proxy: tile.state for tile in tiles})
+        state.update((tile.proxy, tile.state) for tile in tiles)
         self._step_on(groups, state)
         for tile in tiles:
             self._take_back(tile, state[tile.proxy])
@@ -171,12 +173,9 @@ class Updater:
 
     def _trim_heap(self, run: Sequence[Tile]) -> None:
         """Give back freed temporaries: glibc keeps them, and small blocks between them pile up."""
-        first = any(tile.makes_state for tile in run)
-        self._untrimmed_bytes += sum(
-            tile.proxy.nbytes
-            for tile in run
-            if first or tile.spec.temporaries is not Temporaries.NONE
-        )
+        for tile in run:
+            if tile.makes_state or tile.spec.temporaries is not Temporaries.NONE:
+                self._untrimmed_bytes += tile.proxy.nbytes
         if self._untrimmed_bytes >= TRIM_BYTES:
             trim_heap()
             self._untrimmed_bytes = 0
@@ -198,25 +197,41 @@ class Updater:
 
     def _take_back(self, tile: Tile, state: Mapping[str, Any]) -> None:
         """Put what the optimizer left into the window, the record and the parameter."""
-        record = self._next.setdefault(tile.param, Record())
         stored = {MASTER} if tile.spec.has_master else set()
+        kept: dict[str, Any] = {}
+        unplanned: dict[str, Tensor] = {}
         for key, value in state.items():
             view = tile.views.get(key)
-            if view is not None and isinstance(value, Tensor) and _fits(value, view):
-                if value.data_ptr() != view.data_ptr():
-                    view.copy_(value)
+            if view is not None and _is_put(value, view):
                 stored.add(key)
             elif is_streamed(value):
-                self._keep_unplanned(tile, record, key, value)
+                unplanned[key] = value
             else:
-                record.kept[key] = value
-        record.stored = frozenset(stored)
+                kept[key] = value
+        self._record(tile, frozenset(stored), kept, unplanned)
         if tile.spec.has_master:
             tile.target.copy_(tile.views[MASTER])
-        self._tiles.store(tile, stored)
+        if tile.decoded:
+            self._tiles.store(tile, stored)
 
-    def _keep_unplanned(self, tile: Tile, record: Record, key: str, value: Tensor) -> None:
-        record.unplanned.setdefault(tile.start, {})[key] = value
+    def _record(
+        self,
+        tile: Tile,
+        stored: frozenset[str],
+        kept: dict[str, Any],
+        unplanned: dict[str, Tensor],
+    ) -> None:
+        """Note what a parameter keeps, beside what was noted for its tiles before this one."""
+        record = Record(stored, kept, {tile.start: unplanned} if unplanned else {})
+        earlier = self._next.get(tile.param)
+        if earlier is not None:
+            record.kept = {**earlier.kept, **kept}
+            record.unplanned = {**earlier.unplanned, **record.unplanned}
+        self._next[tile.param] = self._shared.share(record)
+        for key, value in unplanned.items():
+            self._report_unplanned(tile, key, value)
+
+    def _report_unplanned(self, tile: Tile, key: str, value: Tensor) -> None:
         log.warning(
             "%s/%s (%s) was not foreseen when the optimizer was wrapped and stays in memory: a "
             "hyperparameter that adds state was changed since; wrap the optimizer again",
@@ -226,5 +241,12 @@ class Updater:
         )
 
 
-def _fits(value: Tensor, view: Tensor) -> bool:
-    return value.shape == view.shape and value.dtype == view.dtype
+def _is_put(value: object, view: Tensor) -> bool:
+    """Put what the optimizer left into its view; tell whether it fits there."""
+    if value is view:
+        return True
+    if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype != view.dtype:
+        return False
+    if value.data_ptr() != view.data_ptr():
+        view.copy_(value)
+    return True

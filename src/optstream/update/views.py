@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from optstream.distributed.shards import here
-from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, Window, aligned
+from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, aligned
 from optstream.streamed.params import Bound
 
 
 def extent_view(buffer: Tensor, extent: Extent) -> Tensor:
     """Return the tensor that an extent of a window's data holds, without a copy."""
-    data = buffer[extent.offset : extent.offset + extent.num_bytes].view(extent.dtype)
-    return data.as_strided(extent.shape, extent.stride)
+    return ExtentViews(buffer).view(extent)
+
+
+class ExtentViews:
+    """The tensors of one window's data; it is viewed as each of their dtypes only once."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._first_byte = int(buffer.storage_offset())
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def view(self, extent: Extent) -> Tensor:
+        """Return the tensor that an extent holds, without a copy."""
+        typed = self._typed.get(extent.dtype)
+        if typed is None:
+            typed = self._typed[extent.dtype] = self._buffer.view(extent.dtype)
+        start = (self._first_byte + extent.offset) // extent.dtype.itemsize
+        return typed.as_strided(extent.shape, extent.stride, start)
 
 
 def part_of(tensor: Tensor, piece: Piece) -> Tensor:
@@ -24,7 +40,8 @@ def part_of(tensor: Tensor, piece: Piece) -> Tensor:
     if piece.whole:
         return tensor
     if tensor.is_contiguous():
-        return tensor.view(-1)[piece.start : piece.stop]
+        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
     # a gradient may be laid out as it likes: copy only the rows that hold the slice
     row = tensor.numel() // len(tensor)
     rows = tensor[piece.start // row : -(-piece.stop // row)]
@@ -55,11 +72,13 @@ class GradientScratch:
     def __init__(self) -> None:
         self._buffers: dict[torch.device, Tensor] = {}
 
-    def spaces(self, plan: Plan, window: Window, bound: Mapping[int, Bound]) -> Iterator[Tensor]:
+    def spaces(
+        self, plan: Plan, pieces: Sequence[Piece], bound: Mapping[int, Bound]
+    ) -> Iterator[Tensor]:
         """Yield float32 space for the gradient of each piece with a master, in order."""
         used = 0
-        for piece in window.pieces:
-            if piece.param in bound and plan.params[piece.param].has_master:
+        for piece in pieces:
+            if plan.params[piece.param].has_master:
                 device = bound[piece.param].param.device
                 yield self._buffer(device, plan.gradient_bytes)[used // 4 :]
                 used += aligned(piece.numel * 4, EXTENT_ALIGNMENT)
