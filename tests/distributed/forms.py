@@ -116,8 +116,9 @@ def _state(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         state = optimizer.state[param]
         for key in state.keys():  # noqa: SIM118 - a view is no Mapping
             value = state[key]
-            is_part = isinstance(value, Tensor) and value.dim() > 0
-            yield f"{name}/{key}", whole(like(value, param) if is_part else torch.as_tensor(value))
+            if isinstance(value, Tensor) and value.dim() and not hasattr(value, "placements"):
+                value = like(value, param)
+            yield f"{name}/{key}", whole(torch.as_tensor(value))
 
 
 def of_all(found: list[Whole]) -> Whole:

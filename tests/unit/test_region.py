@@ -52,7 +52,7 @@ def test_any_part_comes_from_any_shards(seed: int) -> None:
     shape = random_shape(rng)
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     stored, wanted = partition(shape, rng), partition(shape, rng)
-    assert cover(shape, stored)
+    assert cover(tuple(shape), tuple(stored))
     held = Held(Region.whole(shape), whole)
     sources = [Source(r, lambda r=r: taken(whole, r)) for r in stored]  # type: ignore[misc]
     for region in wanted:
@@ -68,17 +68,17 @@ def test_any_part_comes_from_any_shards(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_missing_or_there_twice_is_noticed(seed: int) -> None:
     rng = random.Random(seed)
-    shape = [size + 1 for size in random_shape(rng)] + [6]
+    shape = (*(size + 1 for size in random_shape(rng)), 6)
     regions = [region for region in partition(shape, rng) if region.numel]
     one = rng.choice(regions)
-    assert not cover(shape, [region for region in regions if region != one])
-    assert not cover(shape, [*regions, one])
+    assert not cover(shape, tuple(region for region in regions if region != one))
+    assert not cover(shape, (*regions, one))
     moved = Region((*one.ranges[:-1], ((5, 6 + one.shape[-1]),)))  # leads outside
-    assert not cover(shape, [moved if region == one else region for region in regions])
+    assert not cover(shape, tuple(moved if r == one else r for r in regions))
     if len(regions) > 1:
         twins = [region for region in regions if region.numel == one.numel and region != one]
         for twin in twins[:1]:
-            assert not cover(shape, [one if region == twin else region for region in regions])
+            assert not cover(shape, tuple(one if r == twin else r for r in regions))
 
 
 def test_a_flat_range_is_few_boxes_however_large_the_tensor() -> None:

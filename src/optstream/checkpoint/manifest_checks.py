@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ def _check_window(window: StoredWindow, piece_bytes: int) -> None:
 def _check_tensor(name: str, tensor: StoredTensor, windows: Sequence[StoredWindow]) -> None:
     if tensor.codec != EXACT and tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype} and stored as {tensor.codec}")
-    if not _cover(tensor.shape, tuple(shard.region for shard in tensor.shards)):
+    if not cover(tensor.shape, tuple(shard.region for shard in tensor.shards)):
         raise ValueError(f"the shards of {name} do not have each of its elements once")
     for shard in tensor.shards:
         _check_pieces(name, tensor, shard, windows)
@@ -77,9 +76,6 @@ def _check_tensor(name: str, tensor: StoredTensor, windows: Sequence[StoredWindo
         return
     if not tensor.is_whole or not is_dense(tensor.shape, tensor.stride):
         raise ValueError(f"{name} of shape {tensor.shape} is not dense: strides {tensor.stride}")
-
-
-_cover = lru_cache(maxsize=1024)(cover)  # layers are alike
 
 
 def _check_pieces(

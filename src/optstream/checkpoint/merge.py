@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from optstream.checkpoint.manifest import Manifest, StoredParam, StoredTensor, StoredWindow
+from optstream.checkpoint.manifest import (
+    Manifest,
+    StoredParam,
+    StoredShard,
+    StoredTensor,
+    StoredWindow,
+)
 from optstream.checkpoint.values import encode
 from optstream.distributed.region import Region, cover
 from optstream.errors import CheckpointError
@@ -24,29 +30,24 @@ def merged(manifests: Sequence[Manifest]) -> Manifest:
     Raises:
         CheckpointError: shards that are not of one state, or that miss a part of it.
     """
-    params: dict[str, StoredParam] = {}
+    found: dict[str, list[tuple[int, StoredParam]]] = {}
     first = 0
     for rank, manifest in enumerate(manifests):
         for name, param in manifest.params.items():
-            moved = _moved(param, first)
-            if not _has_state(param):
-                params.setdefault(name, moved)
-            elif name in params and _has_state(params[name]):
-                params[name] = _joined(name, params[name], moved, rank)
-            else:
-                params[name] = moved
+            of_ranks = found.setdefault(name, [])
+            if param.tensors or param.kept or param.unplanned:
+                of_ranks.append((rank, _moved(param, first)))
         first += len(manifest.windows)
-    params = {name: _complete(name, param) for name, param in params.items()}
+    params = {
+        name: _joined(name, of_ranks) if of_ranks else manifests[0].params[name]
+        for name, of_ranks in found.items()
+    }
     return replace(
         manifests[0],
         rank_windows=tuple(len(manifest.windows) for manifest in manifests),
         params=params,
         windows=_used(params, [window for each in manifests for window in each.windows]),
     )
-
-
-def _has_state(param: StoredParam) -> bool:
-    return bool(param.tensors or param.kept or param.unplanned)
 
 
 def _moved(param: StoredParam, first: int) -> StoredParam:
@@ -66,47 +67,40 @@ def _moved_tensor(tensor: StoredTensor, first: int) -> StoredTensor:
     return replace(tensor, shards=shards)
 
 
-def _joined(name: str, param: StoredParam, more: StoredParam, rank: int) -> StoredParam:
-    """Return a parameter of which another rank has more shards, or the same ones."""
-    for what, here, there in (
-        ("counters and values", encode(param.kept, name), encode(more.kept, name)),
-        ("states", sorted(param.tensors), sorted(more.tensors)),
-    ):
-        if here != there:
-            raise CheckpointError(
-                f"the shards of {name} have other {what} on rank {rank} than on the ranks before "
-                f"it ({there} and {here}), so they are not of one state; load a checkpoint on all "
-                "ranks, and step on all"
-            )
-    return replace(
-        param, tensors={key: _with(of, more.tensors[key]) for key, of in param.tensors.items()}
-    )
+def _joined(name: str, of_ranks: Sequence[tuple[int, StoredParam]]) -> StoredParam:
+    """Return a parameter whose state one rank has, or several in shards."""
+    first_rank, first = of_ranks[0]
+    for rank, param in of_ranks[1:]:
+        for what, here, there in (
+            ("counters and values", encode(first.kept, name), encode(param.kept, name)),
+            ("states", sorted(first.tensors), sorted(param.tensors)),
+        ):
+            if here != there:
+                raise CheckpointError(
+                    f"the shards of {name} have other {what} on rank {rank} than on rank "
+                    f"{first_rank} ({there} and {here}), so they are not of one state; step, and "
+                    "load checkpoints, on all ranks together"
+                )
+    params = [param for _, param in of_ranks]
+    tensors = {key: _whole(name, key, [p.tensors[key] for p in params]) for key in first.tensors}
+    return replace(first, tensors=tensors)
 
 
-def _with(tensor: StoredTensor, more: StoredTensor) -> StoredTensor:
-    known = {shard.region for shard in tensor.shards}
-    new = tuple(shard for shard in more.shards if shard.region not in known)
-    return replace(tensor, shards=tensor.shards + new)
-
-
-def _complete(name: str, param: StoredParam) -> StoredParam:
-    tensors = {key: _filled(tensor) for key, tensor in param.tensors.items()}
-    for key, tensor in tensors.items():
-        if not cover(tensor.shape, [shard.region for shard in tensor.shards]):
-            raise CheckpointError(
-                f"{name}/{key} has {tensor.numel} elements, and the shards of these "
-                f"ranks do not make them up; process_group= must have all ranks of its mesh"
-            )
-    return replace(param, tensors=tensors)
-
-
-def _filled(tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor without shards that hold nothing."""
-    if tensor.numel == 0:
-        return replace(
-            tensor, shards=(replace(tensor.shards[0], region=Region.whole(tensor.shape)),)
+def _whole(name: str, key: str, parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Return a tensor with the shards of all ranks but those that hold nothing, or a copy."""
+    first = parts[0]
+    if first.numel == 0:
+        return replace(first, shards=(replace(first.shards[0], region=Region.whole(first.shape)),))
+    shards: dict[Region, StoredShard] = {}
+    for shard in (shard for part in parts for shard in part.shards):
+        if shard.region.numel:
+            shards.setdefault(shard.region, shard)
+    if not cover(first.shape, tuple(shards)):
+        raise CheckpointError(
+            f"the shards of {name}/{key} on these ranks are not all of it (shape {first.shape}); "
+            "process_group= must have all ranks of its mesh"
         )
-    return replace(tensor, shards=tuple(shard for shard in tensor.shards if shard.region.numel))
+    return replace(first, shards=tuple(shards.values()))
 
 
 def _used(

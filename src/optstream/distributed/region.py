@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Range = tuple[int, int]
 """Indices from the first to before the second."""
@@ -111,7 +112,8 @@ def _within(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield ((row, row + 1), *box)
 
 
-def cover(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+@lru_cache(maxsize=1024)  # layers are alike
+def cover(shape: tuple[int, ...], regions: tuple[Region, ...]) -> bool:
     """Tell whether regions have every element of a tensor exactly once."""
     return (
         all(_fits(region, shape) for region in regions)
