@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from optstream import locks
 from optstream.errors import ConfigError
 from optstream.store.checks import absolute, make_directory, remove_directories
 from optstream.store.claim import purge_stale
@@ -110,7 +111,7 @@ def lock_directory(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.lstat(path)):
+        if locks.is_at(fd, path):
             return fd
         raise FileNotFoundError(path)
     except BlockingIOError:
@@ -145,21 +146,14 @@ def find_places(directory: Path) -> dict[Path, bool | None]:
 
     None: it is another user's, which cannot be told.
     """
-    return {path: _is_held(path) for path in _places(directory)}
+    return {path: _lives(path) for path in _places(directory)}
 
 
-def _is_held(path: Path) -> bool | None:
+def _lives(path: Path) -> bool | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return locks.is_held(path)
     except OSError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _places(directory: Path) -> Iterator[Path]:
