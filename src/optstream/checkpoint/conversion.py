@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import some
@@ -48,12 +48,12 @@ def check_weights(
 
 
 def report_conversions(
-    source: str, manifest: Manifest, specs: Sequence[ParamSpec], regions: Sequence[Region]
+    source: str, manifest: Manifest, specs: Sequence[ParamSpec], regions: Mapping[str, Region]
 ) -> None:
     """Say which states are stored otherwise than they were.
 
     Args:
-        regions: what of each parameter this rank keeps.
+        regions: what this rank keeps of each parameter, by name.
     """
     for (key, old, new), count in Counter(_conversions(manifest, specs, regions)).items():
         how = f"from {old} to {new}" if old != new else f"to other blocks of {new}, rounded again"
@@ -61,15 +61,15 @@ def report_conversions(
 
 
 def _conversions(
-    manifest: Manifest, specs: Sequence[ParamSpec], regions: Sequence[Region]
+    manifest: Manifest, specs: Sequence[ParamSpec], regions: Mapping[str, Region]
 ) -> Iterator[tuple[str, str, str]]:
-    for spec, region in zip(specs, regions, strict=True):
+    for spec in specs:
         stored = manifest.params[spec.name].tensors if spec.name in manifest.params else {}
         for state in spec.states:
             tensor = stored.get(state.key)
             if tensor is None:
                 continue
-            moved = all(shard.region != region for shard in tensor.shards)
+            moved = all(shard.region != regions[spec.name] for shard in tensor.shards)
             if tensor.codec != state.codec or (moved and _rounds_blocks(tensor.codec)):
                 yield state.key, tensor.codec, state.codec
 

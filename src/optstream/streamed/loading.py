@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,42 +48,45 @@ class Loader:
             WindowReadError: bytes are not what was written.
         """
         source = f"checkpoint {path}"
-        with self._state.ranks.together():
-            snapshot = open_checkpoint(path)
-            manifest = snapshot.manifest
-            check_class(source, manifest.optimizer, self._optimizer, strict)
-            outlines = {name: snapshot.outline(name) for name in manifest.params}
-            shapes = {name: param.shape for name, param in manifest.params.items()}
-            given = self.check(source, manifest.groups, outlines, strict, shapes)
+        together = self._state.ranks.together
+        with together():
+            with together():  # before weights are gathered: nobody shall wait there for a rank
+                snapshot = open_checkpoint(path)
+                manifest = snapshot.manifest
+                check_class(source, manifest.optimizer, self._optimizer, strict)
+                outlines = {name: snapshot.outline(name) for name in manifest.params}
+                shapes = {name: param.shape for name, param in manifest.params.items()}
+                given = self.check(source, manifest.groups, outlines, strict, shapes)
             check_weights(source, snapshot, self._split_weights(given, manifest), strict)
             if check:
                 verify(snapshot, self._windows_needed(manifest))
         with self.on_all_ranks(source):
             if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
-                if not check:
-                    verify(snapshot, self._windows_needed(manifest))
-                self._copy(source, snapshot, given)
+                self._copy(source, snapshot, given, check=not check)
         return manifest.step
 
-    def _copy(self, source: str, snapshot: Snapshot, given: States) -> None:
-        roster, folder, specs = (
-            self._state.roster,
-            self._state.store.folder,
-            self._state.plan.params,
-        )
-        regions = [region_of(spec.name, roster.param(i)) for i, spec in enumerate(specs)]
-        report_conversions(source, snapshot.manifest, specs, regions)
-        states = {}
-        for index, spec in enumerate(specs):
-            if spec.name not in given:
-                continue
-            param, stored = roster.param(index), snapshot.manifest.params[spec.name]
-            weight = held(spec.name, param, stored)
-            # the others would wait in the next gathering of weights
-            together = self._state.ranks.together if gathers(param, stored) else nullcontext
-            with together():
-                states[spec.name] = snapshot.state(spec.name, weight, folder, regions[index])
+    def _copy(self, source: str, snapshot: Snapshot, given: States, check: bool) -> None:
+        specs, stored = self._state.plan.params, snapshot.manifest.params
+        params = {s.name: self._state.roster.param(i) for i, s in enumerate(specs)}
+        regions = {name: region_of(name, param) for name, param in params.items()}
+        gathering = {n for n, p in params.items() if n in given and gathers(p, stored[n])}
+        with self._all_or_none(bool(gathering)):
+            report_conversions(source, snapshot.manifest, specs, regions)
+            if check:
+                verify(snapshot, self._windows_needed(snapshot.manifest))
+        folder, states = self._state.store.folder, {}
+        for name in filter(given.__contains__, params):
+            weight = held(name, params[name], stored[name])
+            with self._all_or_none(name in gathering):
+                states[name] = snapshot.state(name, weight, folder, regions[name])
         self.put(source, snapshot.manifest.groups, states)
+
+    def _all_or_none(self, gathering: bool) -> contextlib.AbstractContextManager[None]:
+        """Where weights are gathered, which all ranks know, let none wait there for a failed one.
+
+        Elsewhere another rank may have taken files as they are and be through.
+        """
+        return self._state.ranks.together() if gathering else contextlib.nullcontext()
 
     def _windows_needed(self, manifest: Manifest) -> set[int]:
         """Return the windows of a checkpoint that hold what this rank keeps."""
