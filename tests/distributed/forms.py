@@ -41,7 +41,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(1501, 64)
+        self.embedding = nn.Embedding(701, 64)
         self.up = nn.Linear(64, 96)
         self.down = nn.Linear(96, 66)
         self.head = nn.Linear(66, 1)
