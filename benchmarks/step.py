@@ -6,6 +6,7 @@
     python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
     python benchmarks/step.py DIR --only muon         # Muon streamed against Muon in memory
     python benchmarks/step.py DIR --codec split bf16 int8   # against exact, bfloat16 parameters
+    python benchmarks/step.py DIR --drive-bandwidth 100MB/s ...   # as on a slower drive
 
 Ratios are of medians over rounds of one run in which the contestants take turns (A B C A B C ...):
 drives and machines are shared and their speed drifts.
@@ -14,6 +15,8 @@ drives and machines are shared and their speed drifts.
     drive     the same windows read and written by the same threads, no update at all
     serial    the same windows one after another, by the same threads: nothing overlapped
     plain     a plain loop: one thread reads, updates and writes each window
+    buffered  the same with ordinary file calls: readinto, update, write, fdatasync, and the page
+              cache dropped so that memory stays bounded; on files of its own, of the same size
 """
 
 from __future__ import annotations
@@ -23,17 +26,24 @@ import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
+from buffered import BufferedFiles
+from codec_steps import compare
 from contest import make_params, run_rounds
+from slow_drive import slow_drive
 
 import optstream
 from optstream.optimizer import StreamedOptimizer
 from optstream.store.base import PIECE_BYTES
 from optstream.stream.slots import allocate
-from optstream.streamed.params import bind
+from optstream.streamed.params import bind, gradient_source
 from optstream.training.config import CODECS
 from optstream.units import format_bytes, parse_bytes
+
+Transfer = Callable[[int, int], None]
+"""Moves a window (its index, its bytes) between its file and the slot."""
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "sgd": 4}
 
@@ -66,15 +76,30 @@ class Contest:
 
     def loop(self, threads: int) -> None:
         """Read, update and write one window after another."""
+        store = self.streamed._state.store
+        self._loop(
+            lambda index, size: self._move(threads, store.read, index, size),
+            lambda index, size: self._move(threads, store.write, index, size),
+        )
+
+    def buffered(self, files: BufferedFiles) -> None:
+        """Do the same with other files."""
+        self._loop(
+            lambda index, size: files.read(index, self.slot.memory[:size]),
+            lambda index, size: files.write(index, self.slot.memory[:size]),
+        )
+
+    def _loop(self, read: Transfer, write: Transfer) -> None:
         state, plan = self.streamed._state, self.streamed.plan
-        bound = bind(plan.params, self.streamed.param_groups)
+        groups = self.streamed.param_groups
+        bound = bind(plan.params, groups, gradient_source(self.streamed._optimizer))
         with torch.no_grad():
             for index, window in enumerate(plan.windows):
-                self._move(threads, state.store.read, index, window.data_bytes)
+                read(index, window.data_bytes)
                 data = self.slot.tensor[: window.data_bytes]
                 state._updater.update(plan, window, data, bound)
-                self._move(threads, state.store.write, index, window.data_bytes)
-        state._updater.commit(self.streamed.param_groups)
+                write(index, window.data_bytes)
+        state._updater.commit(groups)
 
     def _move(
         self, threads: int, transfer: Callable[..., None], window: int, num_bytes: int
@@ -87,19 +112,23 @@ class Contest:
 
 def against_drive(args: argparse.Namespace, name: str, window: str, threads: int) -> None:
     params = make_params(parse_bytes(args.state) // STATE_BYTES_PER_PARAM[name])
-    with contextlib.closing(
-        optstream.offload(
-            make_optimizer(name, params), args.directory, window=window, io_threads=threads
+    with contextlib.ExitStack() as closing:
+        streamed = closing.enter_context(
+            optstream.offload(
+                make_optimizer(name, params), args.directory, window=window, io_threads=threads
+            )
         )
-    ) as streamed:
         streamed.step()
         contest = Contest(streamed, threads)
+        sizes = [window.data_bytes for window in streamed.plan.windows]
+        files = closing.enter_context(contextlib.closing(BufferedFiles(args.directory, sizes)))
         seconds = run_rounds(
             {
                 "step": contest.step,
                 "drive": contest.drive,
                 "serial": lambda: contest.loop(threads),
                 "plain": lambda: contest.loop(1),
+                "buffered": lambda: contest.buffered(files),
             },
             args.rounds,
         )
@@ -109,7 +138,8 @@ def against_drive(args: argparse.Namespace, name: str, window: str, threads: int
             f"{name:6} {window:>7} {threads:7} {streamed.plan.num_windows:8} "
             f"{median['step']:7.2f} {moved / median['step'] / 1e9:6.2f} "
             f"{median['drive'] / median['step']:11.2f} {median['serial'] / median['step']:12.2f} "
-            f"{median['plain'] / median['step']:11.2f}",
+            f"{median['plain'] / median['step']:11.2f} "
+            f"{median['buffered'] / median['step']:17.2f}",
             flush=True,
         )
 
@@ -175,59 +205,37 @@ def muon(args: argparse.Namespace) -> None:
     )
 
 
-def codecs(args: argparse.Namespace, name: str) -> None:
-    """Time a step with each codec against exact; the bytes say what it should take.
-
-    SGD keeps what Muon keeps, a master and a momentum, and waits for the drive only.
-    """
-    num_params = parse_bytes(args.state) // (STATE_BYTES_PER_PARAM[name] + 4)
-    with contextlib.ExitStack() as closing:
-        contests = {}
-        for codec in ("exact", *args.codec):
-            params = [torch.nn.Parameter(p.bfloat16()) for p in make_params(num_params)]
-            for param in params:
-                param.grad = torch.full_like(param, 1e-3)
-            inner = make_optimizer(name, params)
-            streamed = optstream.offload(inner, args.directory, window=args.windows[0], codec=codec)
-            closing.enter_context(contextlib.closing(streamed))
-            streamed.step()
-            contests[codec] = Contest(streamed, 4)
-        calls = {
-            f"{kind} {codec}": getattr(contest, kind)
-            for codec, contest in contests.items()
-            for kind in ("step", "drive")
-        }
-        seconds = {key: statistics.median(v) for key, v in run_rounds(calls, args.rounds).items()}
-    for codec, contest in contests.items():
-        plan = contest.streamed.plan
-        exact = contests["exact"].streamed.plan.data_bytes
-        faster = seconds["step exact"] / seconds[f"step {codec}"]
-        print(
-            f"{name:6} {codec:16} {plan.state_bytes / num_params:6.2f} B a parameter "
-            f"{seconds[f'step {codec}']:7.2f} s, {faster:5.2f} times as fast as exact, its bytes "
-            f"predict {exact / plan.data_bytes:5.2f}; the drive alone "
-            f"{seconds[f'drive {codec}']:7.2f} s",
-            flush=True,
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", help="a directory on the drive to measure")
     parser.add_argument("--state", default="4GiB")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "sgd"])
+    parser.add_argument("--drive-bandwidth", help="hold the drive to it, each way: 100MB/s")
     parser.add_argument("--windows", nargs="+", default=["64MiB", "128MiB", "256MiB"])
     parser.add_argument("--threads", nargs="+", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codec", nargs="+", choices=CODECS, help="only these, against exact")
     parser.add_argument("--only", choices=["drive", "memory", "linear", "muon"])
     args = parser.parse_args()
+    with contextlib.ExitStack() as held:
+        if args.drive_bandwidth:
+            bytes_per_s = parse_bytes(args.drive_bandwidth.removesuffix("/s"))
+            held.enter_context(slow_drive(Path(args.directory), bytes_per_s))
+            print(f"the kernel lets {format_bytes(bytes_per_s)}/s through, each way", flush=True)
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
     if args.codec:
+        state_bytes, window = parse_bytes(args.state), args.windows[0]
         for name in args.optimizers:
-            codecs(args, name)
+            compare(name, args.codec, Path(args.directory), state_bytes, window, args.rounds)
         return
     if args.only in (None, "drive"):
-        print("rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain")
+        print(
+            "rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain  "
+            "against buffered"
+        )
         for name in args.optimizers:
             for window in args.windows:
                 for threads in args.threads:
