@@ -24,7 +24,11 @@ from optstream.errors import RankError
 
 Ranks = Callable[..., list[Any]]
 Form = tuple[str, int]
-EXACT = {"exact": ("adamw", torch.bfloat16), "fp32": ("sgd", torch.float32)}
+EXACT = {
+    "exact": ("adamw", torch.bfloat16),
+    "fp32": ("sgd", torch.float32),
+    "muon": ("muon", torch.float32),
+}
 SPLIT = {"split": ("adamw", torch.bfloat16)}
 ROUNDED = {"bf16": ("adamw", torch.float32), "int8": ("adamw", torch.float32)}
 CASES = {**EXACT, **SPLIT, **ROUNDED}
@@ -101,7 +105,7 @@ def check_pairs(ranks: Ranks, root: Path, among: list[Form], cases: dict[str, An
 
 
 def test_from_some_forms_to_others(ranks: Ranks, tmp_path: Path) -> None:
-    check_pairs(ranks, tmp_path, FEW, {"exact": CASES["exact"], **SPLIT})
+    check_pairs(ranks, tmp_path, FEW, {"muon": CASES["muon"], **SPLIT})
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import optstream
-from distributed.programs import adamw, differing, muon, sgd
+from distributed.programs import adamw, differing, sgd
 
 Ranks = Callable[..., list[Any]]
 STEPS = 3
@@ -190,7 +190,6 @@ def refused(directory: Path) -> dict[str, str]:
         return type("Mine", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
 
     said = {
-        "muon": message(lambda: offload(muon, Shard(0))),
         "adafactor": message(lambda: offload(adafactor, Shard(0))),
         "unknown": message(lambda: offload(unknown, Shard(0))),
         "partial": message(lambda: offload(adamw, Partial())),
@@ -211,7 +210,7 @@ def test_what_shards_cannot_have_is_refused_by_name(ranks: Ranks, tmp_path: Path
         assert said.pop("norm").startswith("ConfigError: norm_type=-1.0 of sharded gradients")
         for case, text in said.items():
             assert "weight" in text, f"{case}: {text}"
-        for case in ("muon", "adafactor", "unknown"):
+        for case in ("adafactor", "unknown"):
             assert "needs whole parameters" in said[case]
         assert "redistribute()" in said["partial"]
         for case in ("gradient", "clip"):

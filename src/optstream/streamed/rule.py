@@ -52,6 +52,17 @@ def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def gathers(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> bool | None:
+    """Tell whether a DTensor is updated together with the ranks that have its other parts.
+
+    A class that updates DTensors of matrices by whole matrices says so with a method
+    `gathers(group, param) -> bool`, False where this rank's part is a parameter by itself. Its step
+    then gets DTensors, the same ones on all those ranks. None: it has no such method.
+    """
+    own = getattr(optimizer, "gathers", None)
+    return None if own is None else bool(own(group, param))
+
+
 def update_flops(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Count the operations of updating one parameter, beyond a pass over it.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.distributed.shards import here
 from optstream.errors import StateChangedError
 from optstream.layout import (
     changed_values,
@@ -33,7 +34,8 @@ from optstream.plan import EXACT, MASTER, Plan, Temporaries, Window
 from optstream.streamed.params import Bound
 from optstream.units import format_bytes
 from optstream.update.record import Record, SharedRecords
-from optstream.update.tiles import TRIM_BYTES, Tile, Tiles
+from optstream.update.runs import TRIM_BYTES, Tile
+from optstream.update.tiles import Tiles
 from optstream.update.views import extent_view, given_part
 
 log = logging.getLogger("optstream")
@@ -202,7 +204,7 @@ class Updater:
         unplanned: dict[str, Tensor] = {}
         for key, value in state.items():
             view = tile.views.get(key)
-            if view is not None and _is_put(value, view):
+            if view is not None and _is_put(here(value), view):
                 stored.add(key)
             elif is_streamed(value):
                 unplanned[key] = value
