@@ -62,7 +62,7 @@ def save_in(form: str, root: Path, cases: dict[str, Any]) -> dict[str, tuple[Who
 
 
 def load_in(form: str, root: Path, saved: list[tuple[str, str, Whole]]) -> list[tuple[Whole, int]]:
-    """Load each checkpoint; return what of the whole state is here, and the bytes that were read.
+    """Load each checkpoint; return what of the whole state is here, and the bytes that moved.
 
     Args:
         saved: path, case and weights.
@@ -74,8 +74,9 @@ def load_in(form: str, root: Path, saved: list[tuple[str, str, Whole]]) -> list[
         forms.set_weights(model, weights)
         with offloaded(name, form, model, root / "loaded", codec=codec(case)) as optimizer:
             optimizer.load(path)
-            read_bytes = optimizer._state.stream.counters.read_bytes
-            found.append((state_of(optimizer, model), read_bytes))
+            counters = optimizer._state.stream.counters
+            moved_bytes = counters.read_bytes + counters.written_bytes
+            found.append((state_of(optimizer, model), moved_bytes))
             step(optimizer, model, BEFORE)
             assert optimizer.report is not None
             assert optimizer.report.step == BEFORE + 1
