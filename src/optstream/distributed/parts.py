@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -63,21 +63,35 @@ class Parts:
     def largest_numel(self) -> int:
         return max(box.numel for box in self.boxes)
 
+    def of_stack(self, count: int) -> Parts:
+        """Return where the parts of so many members of a stack are."""
+        boxes = (Box(box.offset, (count, *box.shape[1:])) for box in self.boxes)
+        return replace(self, shape=(count, *self.shape[1:]), boxes=tuple(boxes))
 
-def parts_of(name: str, tensor: Tensor) -> Parts:
+
+def parts_of(name: str, tensor: Tensor, *, stack: bool = False) -> Parts:
     """Return where the parts of a sharded DTensor are; nothing is sent.
+
+    Args:
+        stack: the first dimension counts members, and only those that this rank has a part of are
+            meant: they are the whole, and the ranks that have parts of others are left out.
 
     Raises:
         UnsupportedOptimizerError: they are not one box a rank that make up the tensor; names it.
     """
     mesh, dims, shape = mesh_of(tensor), split_dims(tensor), tuple(tensor.shape)
     placements, place = tuple(tensor.placements), mesh.get_coordinate()  # type: ignore[attr-defined]
+    if stack:
+        dims = tuple(dim for dim in dims if placements[dim].dim != 0)
     others = tuple(slice(None) if dim in dims else index for dim, index in enumerate(place))
     ranks = tuple(mesh.mesh[others].flatten().tolist())
     boxes = _boxes(shape, tuple(mesh.shape), tuple(place), dims, placements)
     here = ranks.index(dist.get_rank())
     part = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
-    if boxes is None or boxes[here].shape != part:
+    if stack:
+        shape = (boxes[here].shape[0], *shape[1:])
+        boxes = tuple(Box((0, *box.offset[1:]), box.shape) for box in boxes)
+    if boxes[here].shape != part or not _make_up(boxes, shape):
         raise UnsupportedOptimizerError(
             f"{name} of shape {shape} with the placements {placements} on a mesh of "
             f"{tuple(mesh.shape)}: the parts (here {part}) are not one range of rows and columns a "
@@ -96,7 +110,7 @@ def _boxes(
     place: tuple[int, ...],
     dims: tuple[int, ...],
     placements: tuple[Any, ...],
-) -> tuple[Box, ...] | None:
+) -> tuple[Box, ...]:
     """Return the box of each rank along `dims` of the mesh, this one's coordinates elsewhere."""
     # torch's public function knows the box of this rank only
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as box_at
@@ -108,10 +122,11 @@ def _boxes(
             at[dim] = index
         part, offset = box_at(shape, mesh_shape, at, placements)
         boxes.append(Box(tuple(offset), tuple(part)))
-    return tuple(boxes) if _make_up(boxes, shape) else None
+    return tuple(boxes)
 
 
-def _make_up(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+@cache
+def _make_up(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
     """Tell whether boxes cover a shape, each element once."""
     held = [box for box in boxes if box.numel]
     return (

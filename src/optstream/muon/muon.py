@@ -16,7 +16,7 @@ from optstream.distributed.shards import check_shard_gradient, here
 from optstream.errors import ConfigError, OffloadError
 from optstream.muon.coefficients import Triple
 from optstream.muon.options import check_group
-from optstream.muon.sharded import Scattered, is_scattered
+from optstream.muon.sharded import Scattered, is_scattered, scattered, wholes_at_once
 from optstream.muon.update import muon_flops, update_matrices
 
 
@@ -115,9 +115,9 @@ class Muon(Optimizer):
         """Count Newton-Schulz's operations, by which ranks share out parameters."""
         return muon_flops(shape, group)
 
-    def gathers(self, group: dict[str, Any], param: Tensor) -> bool:
-        """Tell whether a DTensor is updated together with the ranks that have its other parts."""
-        return is_scattered(group, param)
+    def gathers(self, group: dict[str, Any], param: Tensor) -> int:
+        """Tell `offload` how much of a DTensor is put together here; 0: its parts are apart."""
+        return wholes_at_once(group, param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not param_group.get("use_muon", self.defaults["use_muon"]):
@@ -164,16 +164,16 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scattered: list[Scattered] = []
+        tasks: list[Scattered] = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 _check_gradient(group, param)
             if group["use_muon"]:
-                scattered += self._muon(group, params)
+                tasks += self._muon(group, params)
             else:
                 self._adamw(group, params)
-        run_on_owners(scattered)
+        run_on_owners(tasks)
         return loss
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> Iterator[Scattered]:
@@ -185,7 +185,7 @@ class Muon(Optimizer):
             assert param.grad is not None
             tensors: tuple[Tensor, Tensor, Tensor] = param, param.grad, state["momentum_buffer"]
             if is_scattered(group, param):
-                yield Scattered(group, *tensors)
+                yield from scattered(group, *tensors)
             else:
                 update_matrices(group, *map(here, tensors))
 

@@ -7,6 +7,7 @@ an owner, orthogonalised there by the code that plain tensors use, and its parts
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -37,17 +38,48 @@ def is_scattered(group: dict[str, Any], param: Tensor) -> bool:
     """
     if not (group["use_muon"] and is_sharded(param)):
         return False
-    between = bool(group["split"]) and group["split"][0] == "stack"
     dims = {
         getattr(placement, "dim", None)
         for mesh_dim, placement in enumerate(param.placements)  # type: ignore[attr-defined]
         if not placement.is_replicate() and mesh_of(param).size(mesh_dim) > 1
     }
-    return not (between and dims == {0})
+    return not (_is_stack(group) and dims == {0})
+
+
+def wholes_at_once(group: dict[str, Any], param: Tensor) -> int:
+    """Return how many times the largest part an owner puts together at once; 0: it need not.
+
+    Members of a stack are shared out, so that each rank has at most as much as its own part.
+    """
+    if not is_scattered(group, param):
+        return 0
+    return 1 if _is_stack(group) else len(parts_of("a parameter", param).ranks)
+
+
+def scattered(
+    group: dict[str, Any], param: Tensor, grad: Tensor, buffer: Tensor
+) -> Iterator[Scattered]:
+    """Yield the tasks that update such a parameter, for every owner one where it is a stack."""
+    stack = _is_stack(group)
+    parts = parts_of("a parameter", param, stack=stack)
+    tensors = here(param), here(grad), here(buffer)
+    if not stack:
+        yield Scattered(group, parts, *tensors)
+        return
+    count = parts.shape[0]
+    share = -(-count // len(parts.ranks))
+    for start in range(0, count, max(1, share)):
+        some = slice(start, min(start + share, count))
+        part, its_grad, its_buffer = (tensor[some] for tensor in tensors)
+        yield Scattered(group, parts.of_stack(len(part)), part, its_grad, its_buffer)
+
+
+def _is_stack(group: dict[str, Any]) -> bool:
+    return bool(group["split"]) and group["split"][0] == "stack"
 
 
 class Scattered:
-    """One such parameter in one step; a `gathering.Task`.
+    """One such parameter in one step, or some members of a stack; a `gathering.Task`.
 
     Attributes:
         parts: where its parts are.
@@ -56,13 +88,16 @@ class Scattered:
         result_dtype: that of Newton-Schulz.
     """
 
-    def __init__(self, group: dict[str, Any], param: Tensor, grad: Tensor, buffer: Tensor) -> None:
-        self.parts: Parts = parts_of("a parameter", param)
+    def __init__(
+        self, group: dict[str, Any], parts: Parts, param: Tensor, grad: Tensor, buffer: Tensor
+    ) -> None:
+        """Take this rank's parts."""
+        self.parts = parts
         self._group = group
-        self._param, self._grad, self._buffer = here(param), here(grad), here(buffer)
-        self.cost = _cost(self.parts.shape, _options(group, _OF_COST))
-        self.device = self._param.device
-        self.result_dtype = ns_dtype(group, self._param)
+        self._param, self._grad, self._buffer = param, grad, buffer
+        self.cost = _cost(parts.shape, _options(group, _OF_COST))
+        self.device = param.device
+        self.result_dtype = ns_dtype(group, param)
 
     def begin(self) -> Tensor:
         add_gradient(self._group, self._buffer, self._grad)

@@ -73,11 +73,11 @@ class Gathered:
     """Says that an update takes all parts of a parameter, which several ranks hold.
 
     Attributes:
-        num_parts: ranks that hold one.
+        at_once: how many times the largest part one rank puts together at once.
         numel: elements of the largest part.
     """
 
-    num_parts: int
+    at_once: int
     numel: int
 
 
@@ -171,9 +171,8 @@ class ParamSpec:
     def exchange_bytes(self) -> int:
         """Return what bringing the whole together takes on the rank that updates it.
 
-        It has the whole and the result, and a part of the tensor of every other rank that comes or
-        goes.
+        It has the whole and the result, and a part of what every other rank puts together.
         """
         assert self.gathered is not None
         itemsize = max(4, *(state.dtype.itemsize for state in self.states))
-        return 3 * self.gathered.num_parts * self.gathered.numel * itemsize
+        return 3 * self.gathered.at_once * self.gathered.numel * itemsize

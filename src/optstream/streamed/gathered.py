@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optstream.distributed.parts import Parts, parts_of
+from optstream.distributed.parts import parts_of
 from optstream.distributed.shards import check_shard
 from optstream.errors import UnsupportedOptimizerError
 from optstream.layout import Layout
+from optstream.plan import Gathered
 from optstream.streamed.rule import gathers, is_elementwise
 
 
-def gathered_parts(
+def gathered(
     name: str, param: Tensor, optimizer: Optimizer, group: Mapping[str, Any]
-) -> Parts | None:
-    """Return where the parts of a parameter are that ranks update together; None for others.
+) -> Gathered | None:
+    """Return what the plan is told of a parameter that ranks update together; None for others.
 
     Raises:
         UnsupportedOptimizerError: a DTensor that this optimizer cannot update; names it.
@@ -28,7 +29,9 @@ def gathered_parts(
     together = gathers(optimizer, group, param)
     elementwise = is_elementwise(optimizer, group)
     check_shard(name, param, type(optimizer).__name__, elementwise or together is not None)
-    return parts_of(name, param) if together and not elementwise else None
+    if not together or elementwise:
+        return None
+    return Gathered(together, parts_of(name, param).largest_numel)
 
 
 def of_part(name: str, layout: Layout, whole: Tensor, part: Tensor) -> Layout:

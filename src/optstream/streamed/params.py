@@ -20,8 +20,8 @@ from optstream.distributed.shards import check_shard_gradient, here
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
 from optstream.format import is_dense
 from optstream.layout import Layout, find_layout
-from optstream.plan import MASTER, Gathered, ParamSpec, StateTensor
-from optstream.streamed.gathered import gathered_parts, of_part
+from optstream.plan import MASTER, ParamSpec, StateTensor
+from optstream.streamed.gathered import gathered, of_part
 from optstream.streamed.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -123,14 +123,14 @@ class Describer:
         """
         values = self._optimizer.param_groups[group]
         param = values["params"][position]
-        parts = gathered_parts(name, param, self._optimizer, values)
+        together = gathered(name, param, self._optimizer, values)
         check_plain(name, param)
         whole, existing = param, self._optimizer.state.get(param, {})
         param = here(param)
         has_master = self._master_weights and param.dtype in LOW_PRECISION
         dtype = torch.float32 if has_master else param.dtype
         stride = torch.empty_like(param, device="meta").stride()
-        if parts is None:
+        if together is None:
             existing = {key: here(value) for key, value in existing.items()}
             layout = self._layout(group, param, stride, dtype, existing)
         else:
@@ -152,7 +152,7 @@ class Describer:
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
-            gathered=Gathered(len(parts.ranks), parts.largest_numel) if parts else None,
+            gathered=together,
         )
 
     def _same(self, value: T) -> T:

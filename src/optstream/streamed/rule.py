@@ -52,15 +52,16 @@ def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
-def gathers(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> bool | None:
+def gathers(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> int | None:
     """Tell whether a DTensor is updated together with the ranks that have its other parts.
 
     A class that updates DTensors of matrices by whole matrices says so with a method
-    `gathers(group, param) -> bool`, False where this rank's part is a parameter by itself. Its step
-    then gets DTensors, the same ones on all those ranks. None: it has no such method.
+    `gathers(group, param) -> int`: how many times the largest part one rank puts together at once;
+    0 where this rank's part is a parameter by itself. Its step then gets DTensors, the same ones on
+    all those ranks. None: it has no such method.
     """
     own = getattr(optimizer, "gathers", None)
-    return None if own is None else bool(own(group, param))
+    return None if own is None else int(own(group, param))
 
 
 def update_flops(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]) -> int:
