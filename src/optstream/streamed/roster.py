@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.checkpoint.manifest import StoredPiece
 from optstream.codecs import CodecChoice
 from optstream.distributed.exchange import EXCHANGE_BYTES, flat, is_dense
 from optstream.distributed.ownership import Cost
@@ -19,7 +20,7 @@ from optstream.distributed.parts import parts_of
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here, is_sharded
 from optstream.distributed.shares import EVERY_RANK, Part, Place, Shares
-from optstream.errors import CheckpointError, ConfigError, ModelChangedError
+from optstream.errors import ConfigError, ModelChangedError
 from optstream.plan import ParamSpec, Piece, Plan, Window
 from optstream.streamed.params import Describer, parameter_names, unplanned
 from optstream.streamed.rule import update_flops
@@ -123,6 +124,12 @@ class Roster:
         """Return where a parameter of the plan lies: windows, and its pieces in them."""
         return self._pieces[index]
 
+    def stored_pieces(self, index: int, key: str) -> Iterator[StoredPiece]:
+        """Yield where a state tensor of a parameter lies: windows are this rank's."""
+        for window, piece in self.pieces(index):
+            extent = piece.extent(key)
+            yield StoredPiece(window, extent.offset, piece.start, extent.numel)
+
     def tensors_at(self, window: int, start: int, stop: int) -> list[str]:
         """Return "name/key" of what lies in a range of bytes of a window's data."""
         return [
@@ -140,20 +147,10 @@ class Roster:
                 param = here(self._at(self.shares.places[part.param]))
                 yield flat(param)[part.start : part.stop].view(torch.uint8)
 
-    def check_whole(self, what: str) -> None:
-        """Refuse what would take this rank's part of a parameter for all of it.
-
-        Raises:
-            CheckpointError: a parameter is sharded.
-        """
-        places = zip(self.shares.places, self.shares.owners, strict=True)
-        sharded = [self.name(*place) for place, owner in places if owner == EVERY_RANK]
-        if sharded:
-            raise CheckpointError(
-                f"{what}: {sharded[0]} and {len(sharded) - 1} more are sharded (DTensor), and this "
-                "version has no checkpoints or state_dicts of shards; a training that must resume "
-                "needs the optimizer without offload, or DistributedDataParallel"
-            )
+    @property
+    def all_here(self) -> bool:
+        """Whether no parameter's state is on one of several ranks alone."""
+        return self._ranks.size == 1 or all(owner == EVERY_RANK for owner in self.shares.owners)
 
     def _at(self, place: Place) -> Tensor:
         return self._optimizer.param_groups[place[0]]["params"][place[1]]  # type: ignore[no-any-return]

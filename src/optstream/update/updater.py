@@ -36,7 +36,7 @@ from optstream.units import format_bytes
 from optstream.update.record import Record, SharedRecords
 from optstream.update.runs import TRIM_BYTES, Tile
 from optstream.update.tiles import Tiles
-from optstream.update.views import extent_view, part_of
+from optstream.update.views import extent_view, given_part
 
 log = logging.getLogger("optstream")
 
@@ -82,7 +82,7 @@ class Updater:
         buffer: Tensor,
         states: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        """Put given states, as a plain optimizer keeps them, into a window.
+        """Put given states, as a plain optimizer keeps them or Parted, into a window.
 
         Raises:
             StateChangedError: a tensor that does not fit what the optimizer keeps for its
@@ -99,7 +99,7 @@ class Updater:
                 if key not in extents and not is_streamed(value):
                     record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
-                part = part_of(here(value).detach(), piece)
+                part = given_part(value, piece)
                 extent = extents.get(key)
                 if extent is None or part.shape != extent.shape:
                     raise StateChangedError(
