@@ -18,7 +18,6 @@ import torch
 from torch.optim import Optimizer
 
 from optstream.checkpoint.directory import checkpoint_path
-from optstream.checkpoint.match import by_name
 from optstream.distributed.agreement import check_same
 from optstream.distributed.place import Place
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
@@ -213,11 +212,7 @@ class StreamedOptimizer(Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        with self._state.ranks.together():
-            groups, states = by_name(state_dict, self._state.roster.group_names(), strict)
-            given = self._loader.check("the state_dict", groups, states, strict)
-        with self._loader.on_all_ranks("the state_dict"):
-            self._loader.put("the state_dict", groups, given)
+        self._loader.take(state_dict, strict=strict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

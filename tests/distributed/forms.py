@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 import optstream
 from distributed.programs import MAKES
 from optstream.checkpoint.parts import Held
-from optstream.distributed.placements import like, region_of
+from optstream.distributed.placements import region_of
 from optstream.distributed.region import Region
-from optstream.distributed.shards import here
+from optstream.distributed.shards import here, like
 
 WINDOW = "64KiB"
 Whole = dict[str, Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import optstream
+from distributed.group import Run
 from optstream.distributed import gathering
 from optstream.muon import sharded
 
@@ -149,6 +151,34 @@ def test_a_failed_update_is_not_gone_on_with(ranks: Ranks, tmp_path: Path) -> No
     for errors, _ in by_rank:
         assert errors[1].startswith("RankError: a step failed while ranks updated matrices")
         assert errors[1].endswith("load a checkpoint")
+
+
+def one_is_killed(directory: Path) -> Any:
+    """Step until rank 1 dies with a matrix in hand; return the errors and how long they took."""
+    optimizer = offloaded(directory)
+    give_gradients(optimizer, 0)
+    optimizer.step()
+    if dist.get_rank() == 1:
+
+        def die(*args: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        sharded.orthogonalised = die  # type: ignore[assignment]
+    start = time.monotonic()
+    errors = [error_of(optimizer.step), error_of(optimizer.step)]
+    optimizer.close()
+    return errors, time.monotonic() - start
+
+
+def test_a_rank_that_is_killed(outcomes: Run, tmp_path: Path) -> None:
+    found = outcomes(3, one_is_killed, tmp_path)
+    assert (found[1].value, found[1].error) == (None, None)
+    for rank in (0, 2):
+        assert found[rank].error is None, found[rank].trace
+        errors, took_s = found[rank].value
+        for error in errors:
+            assert error.startswith(f"RankError: rank {rank} cannot reach the"), error
+        assert took_s < 20
 
 
 def no_agreement(directory: Path) -> list[str]:

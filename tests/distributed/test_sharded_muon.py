@@ -31,6 +31,7 @@ CASES: list[Case] = [
     ((5, 12, 30), {"split": ("stack",)}),
     ((5, 12, 30), {"split": ("stack", ("equal", 3)), "transposed": True}),
     ((16, 3, 3, 2), {"split": ("flatten",)}),
+    ((0, 12), {}),
 ]
 
 
@@ -170,19 +171,20 @@ def streamed(
     return wrong
 
 
-STREAMED = [
-    ((2,), [Shard(0)], torch.float32),
-    ((4,), [Shard(0)], torch.bfloat16),
-    ((2, 2), [Shard(0), Shard(1)], torch.float32),
+STREAMED: list[tuple[tuple[int, ...], list[Any], torch.dtype, str]] = [
+    ((2,), [Shard(0)], torch.float32, "exact"),
+    ((2,), [Shard(0)], torch.bfloat16, "split"),
+    ((4,), [Shard(0)], torch.bfloat16, "exact"),
+    ((2, 2), [Shard(0), Shard(1)], torch.float32, "exact"),
 ]
 
 
 def streamed_meshes(directory: Path, size: int) -> list[str]:
     wrong = []
-    for mesh_shape, placements, dtype in STREAMED:
+    for mesh_shape, placements, dtype, codec in STREAMED:
         if torch.Size(mesh_shape).numel() == size:
-            for each in streamed(directory, mesh_shape, placements, dtype):
-                wrong.append(f"{mesh_shape} {placements} {dtype} {each}")
+            for each in streamed(directory, mesh_shape, placements, dtype, codec=codec):
+                wrong.append(f"{mesh_shape} {placements} {dtype} {codec} {each}")
     return wrong
 
 

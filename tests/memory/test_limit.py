@@ -57,7 +57,7 @@ def test_the_scan_that_never_goes_backwards_reads_ahead(tmp_path: Path) -> None:
     for _ in range(2):
         training.step()
         assert 2 in training.optimizer._state.stream._mover._coming
-        assert training.optimizer._state._backwards is False
+        assert training.optimizer._state.progress.backwards is False
     training.optimizer.close()
 
 

@@ -98,7 +98,7 @@ def _whole(name: str, key: str, parts: Sequence[StoredTensor]) -> StoredTensor:
     if not cover(first.shape, tuple(shards)):
         raise CheckpointError(
             f"the shards of {name}/{key} on these ranks are not all of it (shape {first.shape}); "
-            "process_group= must have all ranks of its mesh"
+            "process_group= must have all ranks of its mesh, and each rank a gradient of its part"
         )
     return replace(first, shards=tuple(shards.values()))
 

@@ -62,8 +62,8 @@ def _staging_of_all(path: Path, ranks: Ranks) -> Iterator[Path]:
             if not staging.is_dir():
                 raise StoreError(
                     errno.ENOENT,
-                    f"rank {ranks.rank} does not see {staging}, which rank 0 has made; save to a "
-                    "filesystem that all ranks share",
+                    f"rank {ranks.rank} does not see {staging}, as rank 0 has made one; save to "
+                    "the same path on every rank, on a filesystem that all share",
                 )
         yield staging
 

@@ -100,11 +100,11 @@ def _gather(tasks: Mapping[int, Task], here: int) -> Tensor | None:
             mail.send(part, task.parts, owner)
             continue
         whole = part.new_empty(task.parts.shape)
-        for place, box in enumerate(task.parts.boxes):
+        for place in range(len(task.parts.ranks)):
             if place == here:
-                box.of(whole).copy_(part)
+                task.parts.of(whole, place).copy_(part)
             else:
-                mail.receive(box.of(whole), task.parts, place)
+                mail.receive(task.parts.of(whole, place), task.parts, place)
     mail.deliver()
     return whole
 
@@ -123,16 +123,16 @@ def _scatter(tasks: Mapping[int, Task], here: int, result: Tensor | None) -> dic
     for owner, task in tasks.items():
         if owner != here:
             found[owner] = torch.empty(
-                task.parts.box.shape, dtype=task.result_dtype, device=task.device
+                task.parts.region.shape, dtype=task.result_dtype, device=task.device
             )
             mail.receive(found[owner], task.parts, owner)
             continue
         assert result is not None
-        for place, box in enumerate(task.parts.boxes):
+        for place in range(len(task.parts.ranks)):
             if place == here:
-                found[owner] = box.of(result)
+                found[owner] = task.parts.of(result, place)
             else:
-                mail.send(box.of(result), task.parts, place)
+                mail.send(task.parts.of(result, place), task.parts, place)
     mail.deliver()
     return found
 

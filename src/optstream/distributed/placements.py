@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ def region_of(name: str, tensor: Tensor) -> Region:
     if not hasattr(tensor, "placements"):
         return Region.whole(tensor.shape)
     coordinate = mesh_of(tensor).get_coordinate()
-    region = None if coordinate is None else _region_at(tensor, coordinate)
+    region = None if coordinate is None else region_at(tensor, coordinate)
     part = tuple(tensor.to_local().shape)  # type: ignore[attr-defined]
     if region is None or region.shape != part:
         raise CheckpointError(
@@ -37,16 +38,28 @@ def all_regions(tensor: Tensor) -> set[Region]:
     if not hasattr(tensor, "placements"):
         return {Region.whole(tensor.shape)}
     sizes = (range(mesh_of(tensor).size(dim)) for dim in range(mesh_of(tensor).ndim))
-    return {_region_at(tensor, coordinate) for coordinate in itertools.product(*sizes)}
+    return {region_at(tensor, coordinate) for coordinate in itertools.product(*sizes)}
 
 
-def _region_at(tensor: Tensor, coordinate: Sequence[int]) -> Region:
-    ranges = list(Region.whole(tensor.shape).ranges)
-    placements: Sequence[Any] = tensor.placements  # type: ignore[attr-defined]
-    for mesh_dim, placement in enumerate(placements):
+def region_at(tensor: Tensor, coordinate: Sequence[int]) -> Region:
+    """Return what the rank at a place of the mesh has of a DTensor."""
+    placements = tuple(tensor.placements)  # type: ignore[attr-defined]
+    mesh_shape = tuple(mesh_of(tensor).shape)
+    return _region(tuple(tensor.shape), mesh_shape, placements, tuple(coordinate))
+
+
+@lru_cache(maxsize=4096)  # layers are alike, and Muon asks in every step
+def _region(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Any, ...],
+    coordinate: tuple[int, ...],
+) -> Region:
+    ranges = list(Region.whole(shape).ranges)
+    for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
-        dim, count, index = placement.dim, mesh_of(tensor).size(mesh_dim), coordinate[mesh_dim]
+        dim = placement.dim
         # torch's _StridedShard: what a later dimension of the mesh splits first
         strides = getattr(placement, "split_factor", 1)
         chunks = [_chunk(ranges[dim], strides, at) for at in range(strides)]
@@ -69,19 +82,3 @@ def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
         else:
             joined.append((start, stop))
     return tuple(joined)
-
-
-def like(values: Tensor, param: Tensor) -> Tensor:
-    """Return values of a rank's part of a parameter as the parameter is: a DTensor if it is one."""
-    if not hasattr(param, "placements") or values.shape != param.to_local().shape:  # type: ignore[attr-defined]
-        return values
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        values,
-        mesh_of(param),
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )

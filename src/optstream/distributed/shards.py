@@ -46,23 +46,23 @@ def here(value: Value) -> Value:
         return value.to_local().detach()  # type: ignore[attr-defined,no-any-return]
 
 
-def as_part(part: Tensor, whole: Tensor | None) -> Tensor:
-    """Return this rank's part of something as a DTensor laid out as `whole`, in the same storage.
+def like(values: Tensor, param: Tensor | None) -> Tensor:
+    """Return values of this rank's part as the parameter is: a DTensor if it is one.
 
-    None stands for what is not sharded.
+    It has the same storage. Values of another shape than the part's stay as they are.
     """
-    if whole is None:
-        return part
+    if param is None or not hasattr(param, "placements") or values.shape != here(param).shape:
+        return values
     from torch.distributed.tensor import DTensor
 
     # without the shape torch would take all parts for as large as this one
     return DTensor.from_local(
-        part,
-        mesh_of(whole),
-        whole.placements,  # type: ignore[attr-defined]
+        values,
+        mesh_of(param),
+        param.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=param.shape,
+        stride=param.stride(),
     )
 
 

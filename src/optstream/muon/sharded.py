@@ -36,7 +36,7 @@ def is_scattered(group: dict[str, Any], param: Tensor) -> bool:
 
     A stack of experts that is cut between experts leaves every matrix whole.
     """
-    if not (group["use_muon"] and is_sharded(param)):
+    if not (group["use_muon"] and is_sharded(param) and param.numel()):
         return False
     dims = {
         getattr(placement, "dim", None)
@@ -116,9 +116,9 @@ class Scattered:
     def end(self, result: Tensor) -> None:
         decay(self._group, self._param, result)
         dim = _row_dim(self._group, result.dim())
-        first, num = self.parts.box.offset[dim], self.parts.box.shape[dim]
+        (first, last), *_ = self.parts.region.ranges[dim] or ((0, 0),)
         for start, stop, factor in _scales(self.parts.shape, _options(self._group, _OF_SCALE)):
-            rows = range(max(start - first, 0), min(stop - first, num))
+            rows = range(max(start, first) - first, min(stop, last) - first)
             if rows:
                 mine, its = (t.narrow(dim, rows.start, len(rows)) for t in (self._param, result))
                 step(self._group, mine, its, factor)

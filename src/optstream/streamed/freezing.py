@@ -55,9 +55,9 @@ class Freezer:
             CheckpointError: a shard that is not where its placements say.
         """
         state = self._state
-        if state.num_updated:
+        if done := state.progress.done:
             raise StateChangedError(
-                f"a step failed after {state.num_updated} windows; call step() again with the same "
+                f"a step failed after {len(done)} windows; call step() again with the same "
                 "gradients to finish it, or load a checkpoint"
             )
         frozen, plan = state.stream.freeze(room=room), state.plan

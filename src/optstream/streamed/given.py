@@ -14,9 +14,9 @@ from optstream.checkpoint.manifest import Manifest, StoredParam
 from optstream.checkpoint.parts import Held
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.codecs import SPLIT
-from optstream.distributed.placements import all_regions, like, region_of
+from optstream.distributed.placements import all_regions, region_of
 from optstream.distributed.region import Region
-from optstream.distributed.shards import here, is_sharded
+from optstream.distributed.shards import here, is_sharded, like
 from optstream.errors import CheckpointError
 from optstream.plan import ParamSpec
 from optstream.streamed.roster import Roster

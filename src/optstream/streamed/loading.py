@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from optstream.checkpoint.conversion import check_weights, report_conversions
 from optstream.checkpoint.directory import open_checkpoint, verify
 from optstream.checkpoint.manifest import Manifest
-from optstream.checkpoint.match import check_class, check_groups, compare, fitting
+from optstream.checkpoint.match import by_name, check_class, check_groups, compare, fitting
 from optstream.checkpoint.parts import Held
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.placements import region_of
@@ -64,6 +64,19 @@ class Loader:
             if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
                 self._copy(source, snapshot, given, check=not check)
         return manifest.step
+
+    def take(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        """Take state in torch's form.
+
+        Raises:
+            CheckpointError: it does not fit; nothing was changed.
+        """
+        source = "the state_dict"
+        with self._state.ranks.together():
+            groups, states = by_name(state_dict, self._state.roster.group_names(), strict)
+            given = self.check(source, groups, states, strict)
+        with self.on_all_ranks(source):
+            self.put(source, groups, given)
 
     def _copy(self, source: str, snapshot: Snapshot, given: States, check: bool) -> None:
         specs, stored = self._state.plan.params, snapshot.manifest.params

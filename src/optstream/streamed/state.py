@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optstream.checkpoint.match import some
 from optstream.distributed.agreement import Turn, check_turns, make_turn
 from optstream.distributed.exchange import Exchange
 from optstream.distributed.lockstep import Lockstep
@@ -30,6 +29,7 @@ from optstream.store.base import Store
 from optstream.stream import Stream
 from optstream.streamed.headers import window_files
 from optstream.streamed.params import Bound, bind, gradient_source
+from optstream.streamed.progress import Progress
 from optstream.streamed.roster import Roster
 from optstream.update import Record, Updater
 
@@ -44,6 +44,7 @@ class StreamedState:
     Attributes:
         roster: the parameters; who keeps them.
         ranks: those that share the state.
+        progress: of the step that is under way.
         update_s: running total of seconds in updates.
         exchange_wait_s: running total of seconds in which steps only waited for other ranks.
         broken: why the state is neither the old nor the new one; "" where it is whole.
@@ -70,10 +71,7 @@ class StreamedState:
         self.stream = Stream(store, io_threads)
         self._optimizer = optimizer
         self._updater = Updater(optimizer, codec_seed)
-        self._backwards = False
-        self._moves = False  # some rank, in this step: all of them turn their scans together
-        self._done: set[int] = set()
-        self._num_left = 0
+        self.progress = Progress()
 
     @property
     def plan(self) -> Plan:
@@ -140,10 +138,11 @@ class StreamedState:
             number: of the step, for errors.
         """
         self._updater.step = number
-        with self._waits_counted(), self.ranks.together(), self._progress_named(number):
+        named = self.progress.named(number, self._tensors_at)
+        with self._waits_counted(), self.ranks.together(), named:
             turns, bound = self._take_turns()
-            self._moves = self._moves or any(turn.windows for turn in turns)
             mine = turns[self.ranks.rank].windows
+            self.progress.begin(mine, any(turn.windows for turn in turns))
             exchange = Exchange(
                 self.ranks,
                 [turn.windows for turn in turns],
@@ -153,9 +152,7 @@ class StreamedState:
                 self._update(mine, bound, exchange)
             finally:
                 exchange.finish()
-        num_windows = len(self._done)
-        self._finish()
-        return num_windows
+        return self._finish()
 
     @contextlib.contextmanager
     def _waits_counted(self) -> Iterator[None]:
@@ -183,13 +180,12 @@ class StreamedState:
         bound = bind(self.plan.params, groups, gradient_of)
         if not bound:
             self.roster.check_model()
-        left = [window for window in self._order(bound) if window not in self._done]
+        left = [window for window in self._order(bound) if window not in self.progress.done]
         shares, wanted = self.roster.shares, self.roster.wanted()
         together = [self.roster.first(window) for window in left if self._is_gathered(window)]
         return make_turn(shares, groups, wanted, left, together, gradient_of), bound
 
     def _update(self, left: Sequence[int], bound: Mapping[int, Bound], exchange: Exchange) -> None:
-        self._num_left = len(left)
         lockstep = Lockstep(self.ranks, any(map(self._is_gathered, left[:1])))
         with self._windows(left, bound) as windows, lockstep:
             for window, data in windows:
@@ -197,32 +193,12 @@ class StreamedState:
                 start = time.perf_counter()
                 self._updater.update(self.plan, self.plan.windows[window], data, bound)
                 self.update_s += time.perf_counter() - start
-                self._done.add(window)
-                self._num_left -= 1
+                self.progress.advance(window)
                 exchange.advance()
             lockstep.meet(False)
 
     def _is_gathered(self, window: int) -> bool:
         return self.plan.windows[window].gathered
-
-    @property
-    def num_updated(self) -> int:
-        """Windows that a step, which then failed, has updated; 0 between steps."""
-        return len(self._done)
-
-    @contextlib.contextmanager
-    def _progress_named(self, number: int) -> Iterator[None]:
-        """Say in an I/O error what it holds and how far the step came."""
-        try:
-            yield
-        except WindowIOError as error:
-            names = self._tensors_at(error)
-            error.progress = f"that is {some(names)}; " if names else ""
-            error.progress += (
-                f"step {number} has updated {self.num_updated} windows and left {self._num_left}; "
-                "call step() again with the same gradients to finish it"
-            )
-            raise
 
     def _tensors_at(self, error: WindowIOError) -> list[str]:
         """Return "name/key" of the state that a failed transfer of a window was to move."""
@@ -231,13 +207,12 @@ class StreamedState:
         start = error.offset - len(self.store.file(error.window).header)
         return self.roster.tensors_at(error.window, start, start + error.num_bytes)
 
-    def _finish(self) -> None:
+    def _finish(self) -> int:
+        """End a step that all ranks are through with; return the number of windows."""
         groups = self._optimizer.param_groups
         advancing = range(len(groups)) if self.roster.describer.advances_groups else ()
         self._updater.commit(groups, advancing)
-        if self._moves:
-            self._backwards = not self._backwards
-        self._moves, self._done = False, set()
+        num_windows = self.progress.finish()
         if self._updater.followed:
             names = sorted(self._updater.followed)
             log.info(
@@ -247,6 +222,7 @@ class StreamedState:
                 names[0],
             )
             self._updater.followed.clear()
+        return num_windows
 
     # -- state from elsewhere ----------------------------------------------
 
@@ -274,7 +250,7 @@ class StreamedState:
         """Forget what is in memory, and a step that failed half-way; keep these instead."""
         self._updater.reset()
         self._updater.records.update(records)
-        self._moves, self._done, self._num_left = False, set(), 0
+        self.progress.forget()
 
     # -- windows ----------------------------------------------
 
@@ -294,7 +270,7 @@ class StreamedState:
             if any(piece.param in bound for piece in window.pieces)
         ]
         active.sort(key=lambda index: not self._is_gathered(index))  # at one end on all ranks
-        return active[::-1] if self._backwards else active
+        return active[::-1] if self.progress.backwards else active
 
     def _device(self, window: int, bound: Mapping[int, Bound]) -> torch.device:
         pieces = [piece for piece in self.plan.windows[window].pieces if piece.param in bound]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from optstream.codecs import Place, in_memory_order, salt
-from optstream.distributed.shards import as_part
+from optstream.distributed.shards import like
 from optstream.plan import MASTER, MAX_TILE, Extent, ParamSpec, Piece, Plan, Temporaries, Window
 from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
@@ -215,17 +215,17 @@ class Tiles:
     ) -> Tile:
         record = self.records[piece.param]
         values = views[MASTER] if spec.has_master else target
-        proxy = nn.Parameter(as_part(values, bound.whole))
+        proxy = nn.Parameter(like(values, bound.whole))
         if attributes := vars(bound.param):  # rules ask what they are (tensor parallel, QKV)
             vars(proxy).update(attributes)
-        proxy.grad = as_part(grad, bound.whole)
+        proxy.grad = like(grad, bound.whole)
         start += piece.start
         state = working_copy(record.kept)
         if record.unplanned:
             state.update(record.unplanned.get(start, {}))
         for key, view in views.items():
             if key in record.stored and key != MASTER:
-                state[key] = as_part(view, bound.whole)
+                state[key] = like(view, bound.whole)
         makes_state = self._makes_state(spec, piece.param)
         return Tile(spec, piece.param, start, target, proxy, state, views, decoded, makes_state)
 
