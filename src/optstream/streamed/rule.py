@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from optstream.errors import UnsupportedOptimizerError
 from optstream.layout import Shell, hyperparameters
+from optstream.streamed.lifetime import is_offloaded
 
 _ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 _ELEMENTWISE = (*_ADAMS, "SGD", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
@@ -51,6 +52,18 @@ def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def gathers(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> int | None:
+    """Tell whether a DTensor is updated together with the ranks that have its other parts.
+
+    A class that updates DTensors of matrices by whole matrices says so with a method
+    `gathers(group, param) -> int`: how many times the largest part one rank puts together at once;
+    0 where this rank's part is a parameter by itself. Its step then gets DTensors, the same ones on
+    all those ranks. None: it has no such method.
+    """
+    own = getattr(optimizer, "gathers", None)
+    return None if own is None else int(own(group, param))
+
+
 def update_flops(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Count the operations of updating one parameter, beyond a pass over it.
 
@@ -77,7 +90,7 @@ def check_optimizer(optimizer: object) -> None:
         )
     if hasattr(optimizer, "plan") and hasattr(optimizer, "report"):
         raise UnsupportedOptimizerError(f"this {name} is offloaded already; use it as it is")
-    if getattr(getattr(optimizer, "_offloaded", None), "alive", False):
+    if is_offloaded(optimizer):
         raise UnsupportedOptimizerError(
             f"this {name} is offloaded already; use what offload() returned, or close that first"
         )
