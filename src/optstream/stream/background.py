@@ -1,4 +1,4 @@
-"""One piece of work beside training: copying a checkpoint to another filesystem."""
+"""One piece of work beside training: making a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class Background:
 def _clear_frames(error: BaseException) -> None:
     """Forget what the calls that failed held: frozen files, as long as anybody keeps the error."""
     left: list[BaseException | None] = [error]
-    seen: list[BaseException | None] = [None]
+    seen: list[BaseException] = []  # an error may be its own cause
     while left:
-        if (each := left.pop()) in seen:
+        each = left.pop()
+        if each is None or each in seen:
             continue
         seen.append(each)
         traceback.clear_frames(each.__traceback__)
