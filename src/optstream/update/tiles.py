@@ -159,8 +159,8 @@ class Tiles:
         for piece in pieces:
             spec, (param, gradient, factor) = plan.params[piece.param], bound[piece.param]
             views = {extent.key: of_window.view(extent) for extent in piece.extents}
-            target = part_of(param.detach(), piece)
-            grad = part_of(gradient.detach(), piece)
+            target = part_of(param, piece)  # the proxy is what detaches it
+            grad = part_of(gradient.detach() if gradient.requires_grad else gradient, piece)
             if spec.has_master:
                 master = views[MASTER]
                 self._load_master(spec, self.records[piece.param], master, target)
