@@ -4,6 +4,7 @@
     python benchmarks/step.py DIR --only drive --windows 64MiB 256MiB --threads 1 2 4 8
     python benchmarks/step.py DIR --only memory       # store="memory" against the plain optimizer
     python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
+    python benchmarks/step.py DIR --only small        # 20000 parameters of 64 elements, and plain
     python benchmarks/step.py DIR --only muon         # Muon streamed against Muon in memory
     python benchmarks/step.py DIR --codec split bf16 int8   # against exact, bfloat16 parameters
 
@@ -23,6 +24,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 
 import torch
 from contest import make_params, run_rounds
@@ -67,7 +69,7 @@ class Contest:
     def loop(self, threads: int) -> None:
         """Read, update and write one window after another."""
         state, plan = self.streamed._state, self.streamed.plan
-        bound = bind(plan.params, self.streamed.param_groups)
+        bound = bind(plan.params, self.streamed.param_groups, attrgetter("grad"))
         with torch.no_grad():
             for index, window in enumerate(plan.windows):
                 self._move(threads, state.store.read, index, window.data_bytes)
@@ -149,6 +151,27 @@ def linear(args: argparse.Namespace) -> None:
         )
 
 
+def small(args: argparse.Namespace) -> None:
+    """Time what each parameter costs besides its bytes, against the plain optimizer's own step."""
+
+    def make() -> torch.optim.Optimizer:
+        params = [torch.nn.Parameter(torch.full((64,), 0.5)) for _ in range(20000)]
+        for param in params:
+            param.grad = torch.randn(64)
+        return make_optimizer("adamw", params)
+
+    plain = make()
+    with contextlib.closing(optstream.offload(make(), args.directory, window="1MiB")) as streamed:
+        streamed.step()
+        contestants = {"small": streamed.step, "plain": plain.step}
+        seconds = run_rounds(contestants, max(args.rounds, 15))
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    print(
+        f"20000 parameters of 64 elements: streamed / plain AdamW (fused) "
+        f"{median['small'] / median['plain']:.2f} ({median['plain']:.3f} s)"
+    )
+
+
 def muon(args: argparse.Namespace) -> None:
     """Time a streamed Muon step against the same step in memory; the update is the longer part."""
     num_matrices = max(4, parse_bytes(args.state) // 8 // (4 * 2**20))
@@ -220,7 +243,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codec", nargs="+", choices=CODECS, help="only these, against exact")
-    parser.add_argument("--only", choices=["drive", "memory", "linear", "muon"])
+    parser.add_argument("--only", choices=["drive", "memory", "linear", "small", "muon"])
     args = parser.parse_args()
     if args.codec:
         for name in args.optimizers:
@@ -236,6 +259,8 @@ def main() -> None:
         against_memory(args)
     if args.only in (None, "linear"):
         linear(args)
+    if args.only in (None, "small"):
+        small(args)
     if args.only in (None, "muon"):
         muon(args)
 
