@@ -1,4 +1,4 @@
-"""The kernel's mount table."""
+"""The kernel's mount table, and the room on what is mounted."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def find_mount(path: Path) -> Mount | None:
         return None
     number = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
     return read_mounts().get(int(number[1])) if number else None
+
+
+def read_free_bytes(path: Path) -> int:
+    """Return what is free on the filesystem of a path, for unprivileged users."""
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
 
 
 def _unescape(field: str) -> str:

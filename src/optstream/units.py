@@ -29,6 +29,10 @@ _FACTORS = {
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
+PAGE_BYTES = 4096
+"""What headers, windows and transfers are multiples of, in files and in memory."""
+
+
 def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return a size in bytes.
 

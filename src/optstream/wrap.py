@@ -84,13 +84,8 @@ def offload(
         RankError: another rank failed, or has another model or other arguments.
     """
     ranks = Ranks(process_group)
-    if process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
-        log.warning(
-            "process_group=None on rank %d of %d: this rank keeps all of the state itself; give "
-            "process_group=torch.distributed.group.WORLD to share it",
-            dist.get_rank(),
-            dist.get_world_size(),
-        )
+    if process_group is None:
+        _warn_of_other_ranks(optimizer)
     with contextlib.ExitStack() as undo:
         undo.callback(ranks.close)
         with ranks.together():
@@ -128,6 +123,19 @@ def offload(
             streamed = StreamedOptimizer(optimizer, state, reporter, places)
         undo.pop_all()
     return streamed
+
+
+def _warn_of_other_ranks(optimizer: object) -> None:
+    """Say that this rank keeps all, unless the optimizer `is_share`: it has its part already."""
+    if not dist.is_initialized() or getattr(optimizer, "is_share", False):
+        return
+    if dist.get_world_size() > 1:
+        log.warning(
+            "process_group=None on rank %d of %d: this rank keeps all of the state itself; give "
+            "process_group=torch.distributed.group.WORLD to share it",
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
 
 
 def _check_model(model: object, optimizer: Optimizer) -> None:

@@ -136,6 +136,25 @@ def test_dirty_slots_are_saved_to_another_drive(
     assert_same_bits(weights(params), after(4))
 
 
+@pytest.mark.parametrize("ram", [0, "50%"])
+def test_no_fresh_files_for_the_writes_after_a_save(
+    ram: Any, tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their headers cannot be written; what was updated stays in its slots."""
+    params, optimizer = streamed(tmp_path / "a", ram=ram)
+    with optimizer:
+        go_on(params, optimizer, range(2))
+        optimizer.save(tmp_path / "checkpoint")
+        failing("pwritev", tmp_path)
+        with pytest.raises(OffloadError, match=r"call step|applied in full") as caught:
+            go_on(params, optimizer, [2])
+        monkeypatch.undo()
+        go_on(params, optimizer, [3] if "in full" in str(caught.value) else [2, 3])
+        optimizer.save(tmp_path / "checkpoint")
+    assert_same_bits(weights(params), after(4))
+    optstream.verify(tmp_path / "checkpoint")
+
+
 @ON_DRIVE
 def test_no_space_for_a_second_generation(
     store: str, mounted: Callable[..., Path], tmp_path: Path

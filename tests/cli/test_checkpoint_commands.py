@@ -171,7 +171,13 @@ def test_force_replaces_no_other_directory(command, saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("out", "part"), [("no/o.pt", "is missing"), ("o.safetensors", "several safetensors files")]
+    ("out", "part"),
+    [
+        ("no/o.pt", "is missing"),
+        ("o.safetensors", "several safetensors files"),
+        ("/", "no name of its own"),
+        ("place/..", "no name of its own"),
+    ],
 )
 def test_an_export_that_cannot_be_is_one_line(command, saved, tmp_path, out, part):
     assert_failed(command("export", saved[0], tmp_path / out), part)

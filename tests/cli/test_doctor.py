@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -125,6 +126,23 @@ def _links_below(fds: Path, directory: Path) -> bool:
         return False
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal, True), (io.StringIO, False)])
+def test_a_bar_is_for_a_terminal(command, drive, monkeypatch, stream, shown):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys, "stderr", stream())
+    command("doctor", drive / "[red]")
+    # a name is no markup
+    assert (f"measuring {drive}/[red]" in sys.stderr.getvalue()) == shown
+    assert shown or sys.stderr.getvalue() == ""
+
+
 def test_ls_of_this_process(command, drive):
     import torch
 
@@ -161,6 +179,28 @@ def test_ls_of_no_directory(command, place):
     outcome = command("ls", place / "nowhere")
     assert (outcome.code, outcome.out) == (1, "")
     assert outcome.err == (f"optstream: {place}/nowhere is no directory; give one that is there\n")
+
+
+@pytest.mark.parametrize("name", ["loop", "x" * 300, "x/" * 3000, "file", "file/below"])
+@pytest.mark.parametrize("argv", [("doctor", "--quick"), ("ls",), ("ls", "--purge"), ("plan",)])
+def test_what_is_no_directory_is_one_line(command, drive, argv, name):
+    (drive / "loop").symlink_to("loop")
+    (drive / "file").write_text("{")
+    outcome = command(*argv, drive / name)
+    assert outcome.code == 1
+    assert outcome.err.startswith("optstream: ")
+    assert outcome.err.count("\n") == 1
+    assert "--debug" not in outcome.err  # that is for what was not foreseen
+    assert "; " in outcome.err
+
+
+def test_a_name_that_is_no_text(drive):
+    path = drive / "caf\udce9"  # as Python reads a byte that is no UTF-8
+    path.mkdir()
+    argv = [sys.executable, "-m", "optstream", "ls", path]
+    outcome = subprocess.run(argv, capture_output=True, check=False)
+    assert (outcome.returncode, outcome.stderr) == (0, b"")
+    assert b"caf\\udce9: its filesystem has" in outcome.stdout
 
 
 def test_ls_shows_nothing_a_terminal_would_obey(command, drive, monkeypatch):

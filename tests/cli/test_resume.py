@@ -173,12 +173,21 @@ def test_a_path_without_checkpoint_is_refused(command, place, tmp_path):
         assert_refused(outcome, place, "holds no training checkpoint", "--save-dir")
 
 
-def test_a_newer_version_is_refused(command, place, saved, tmp_path):
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        (99, "version 99, this reads 1; update optstream"),
+        (0, "no file of optstream train: version 0"),
+        (True, "no file of optstream train: version True"),
+        ("1", "no file of optstream train: version '1'"),
+    ],
+)
+def test_another_version_is_refused(command, place, saved, tmp_path, version, text):
     copy = shutil.copytree(saved, tmp_path / "copy")
     document = json.loads((copy / "trainer.json").read_text())
-    (copy / "trainer.json").write_text(json.dumps({**document, "version": 99}))
+    (copy / "trainer.json").write_text(json.dumps({**document, "version": version}))
     outcome = command("train", *FAST, "--resume", copy)
-    assert_refused(outcome, place, "version 99", "update optstream")
+    assert_refused(outcome, place, text)
 
 
 def test_the_checkpoint_is_the_owners_alone(saved):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -95,10 +96,27 @@ def test_a_removed_checkpoint_is_never_seen_in_part(tmp_path, monkeypatch):
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
 
+    synced = noted_syncs(monkeypatch)
     monkeypatch.setattr(durable.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         durable.remove_directory(victim)
     assert step_directories(tmp_path) == {}
+    # or a machine that stops could bring back the name without the files
+    assert synced == [(tmp_path, ["step000001.old"])]
+
+
+def noted_syncs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
+    """Return a list that gets each directory that is synced, and what it has then."""
+    synced = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        synced.append((path, names(path)))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return synced
 
 
 def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(command, place, text):
@@ -126,9 +144,11 @@ def test_a_directory_that_cannot_be_made_is_refused(command, place, text, below)
     assert names(place) == []
 
 
-def test_missing_parents_are_made_and_go_with_a_run_that_saves_nothing(tmp_path):
+def test_missing_parents_are_made_and_go_with_a_run_that_saves_nothing(tmp_path, monkeypatch):
     path = tmp_path / "a" / "b" / "s"
+    synced = noted_syncs(monkeypatch)
     with open_saves(path, None, Ranks(None)):
+        assert synced == [(tmp_path, ["a"]), (tmp_path / "a", ["b"]), (path.parent, ["s"])]
         for made in (path, *path.parents[:2]):
             assert made.stat().st_mode & 0o777 == 0o700
     assert names(tmp_path) == []

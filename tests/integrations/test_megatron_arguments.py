@@ -19,10 +19,12 @@ from optstream.integrations.megatron import add_arguments, setup, validate
 from optstream.integrations.megatron.arguments import (
     resident_share,
     state_directory,
+    storage,
     window_bytes,
 )
 
 ON = "--stream-optimizer-state-to-disk"
+DTYPE = "--stream-optimizer-state-moment-dtype"
 
 
 def parsed(*flags: str, **megatron: Any) -> argparse.Namespace:
@@ -33,6 +35,7 @@ def parsed(*flags: str, **megatron: Any) -> argparse.Namespace:
         "use_distributed_optimizer": True,
         "use_layer_wise_distributed_optimizer": False,
         "data_parallel_size": 8,
+        "bf16": True,
         **megatron,
     }
     for name, value in given.items():
@@ -45,11 +48,18 @@ def test_without_the_flag_nothing_happens() -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--offload-train-disk-dir", "--stream-optimizer-state-metrics-dir"]
+    ("flag", "value"),
+    [
+        ("--offload-train-disk-dir", "/mnt/nvme0"),
+        ("--offload-train-disk-chunk-mb", "0"),
+        ("--optimizer-state-offload-fraction", "0.5"),
+        ("--stream-optimizer-state-moment-dtype", "int8"),
+        ("--stream-optimizer-state-metrics-dir", "/tmp"),
+    ],
 )
-def test_a_flag_that_does_nothing_by_itself_is_refused(flag: str) -> None:
+def test_a_flag_that_does_nothing_by_itself_is_refused(flag: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} does nothing without {ON}"):
-        validate(parsed(flag, "/mnt/nvme0"))
+        validate(parsed(flag, value))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +67,7 @@ def test_a_flag_that_does_nothing_by_itself_is_refused(flag: str) -> None:
     [
         ("adam", {}),
         ("adam", {"use_distributed_optimizer": False, "data_parallel_size": 1}),
+        ("adam", {"bf16": False}),
         ("muon", {"use_layer_wise_distributed_optimizer": True}),
         ("adaptive_muon", {"use_layer_wise_distributed_optimizer": True}),
         ("dist_muon", {"use_distributed_optimizer": False}),
@@ -71,8 +82,18 @@ def test_each_family_passes_with_what_it_needs(optimizer: str, megatron: dict[st
     [
         ((), {"optimizer": "sgd"}, "streams --optimizer adam, muon, dist_muon"),
         ((), {"use_distributed_optimizer": False}, "without --use-distributed-optimizer every"),
+        (
+            (),
+            {
+                "use_distributed_optimizer": False,
+                "data_parallel_size": 1,
+                "context_parallel_size": 2,
+            },
+            "without --use-distributed-optimizer every",
+        ),
         ((), {"optimizer": "muon"}, "or use --optimizer dist_muon"),
         ((), {"optimizer": "dist_muon", "fp16": True}, "Muon cannot be trained with --fp16"),
+        ((), {"optimizer": "dist_muon", "bf16": False}, "cannot be trained without --bf16"),
         ((), {"optimizer_cpu_offload": True}, "drop one of the two"),
         ((), {"use_precision_aware_optimizer": True}, "moment-dtype says how moments"),
         ((), {"use_megatron_fsdp": True}, "use --use-distributed-optimizer"),
@@ -85,7 +106,10 @@ def test_each_family_passes_with_what_it_needs(optimizer: str, megatron: dict[st
         (("--offload-train-disk-chunk-mb", "0"), {}, "never means everything at once"),
         (("--optimizer-state-offload-fraction", "0"), {}, "above 0 and at most 1"),
         (("--optimizer-state-offload-fraction", "1.5"), {}, "above 0 and at most 1"),
-        (("--stream-optimizer-state-moment-dtype", "bf16"), {}, "leave it at fp32"),
+        ((DTYPE, "fp8"), {}, "is one of fp32, split, bf16, int8"),
+        ((DTYPE, "bf16-stochastic"), {}, "is one of fp32, split, bf16, int8"),
+        ((DTYPE, "split"), {"fp16": True, "bf16": False}, "there are none without --bf16"),
+        ((DTYPE, "int8"), {"optimizer": "dist_adaptive_muon"}, "nothing is known of its second"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(
@@ -100,6 +124,11 @@ def test_the_directory_is_the_users_own_under_scratch(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SCRATCH", "/scratch")
     expected = Path("/scratch") / getpass.getuser() / "optstream" / "critic" / "rank00003"
     assert state_directory(parsed(ON), "critic", 3) == expected
+
+
+def test_a_role_leads_nowhere_else() -> None:
+    with pytest.raises(ConfigError, match=r"role='\.\./actor': give letters"):
+        state_directory(parsed(ON, "--offload-train-disk-dir", "/nvme"), "../actor", 0)
 
 
 def test_without_scratch_a_directory_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +147,22 @@ def test_sizes_are_what_the_flags_say() -> None:
     assert resident_share(args) == "25.000000%"
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "dist_muon"])
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("fp32", "exact"), ("split", "split"), ("bf16", "bf16"), ("int8", "int8")]
+)
+def test_moments_are_stored_as_asked_for(optimizer: str, dtype: str, codec: str) -> None:
+    args = parsed(ON, "--offload-train-disk-dir", "/nvme", DTYPE, dtype, optimizer=optimizer)
+    validate(args)
+    assert storage(args).codec == codec
+
+
 def test_the_help_tells_what_is_stored_and_how_to_see_it() -> None:
     text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
-    for part in ("adam 12", "dist_muon 8 for matrices", "`df` and not in `du`", "optstream ls"):
+    for part in (
+        *("adam 12", "dist_muon 8 for matrices", "`df` and not in `du`", "optstream ls"),
+        *("{fp32,split,bf16,int8}", "matrices of muon and dist_muon 6", "int8: adam 4.1, muon 3.1"),
+    ):
         assert part in text
 
 

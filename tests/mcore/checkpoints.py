@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from mcore.fused_adam import fused_adam
 from mcore.gpt import (
@@ -69,21 +71,22 @@ def _other(recipe: Recipe) -> Recipe:
     return varied(recipe, seed=999)
 
 
-def interchangeable(recipe: Recipe, sharding: str, plain_loads: bool = True) -> None:
+def interchangeable(recipe: Recipe, sharding: str, plain_loads: bool = True, *flags: str) -> None:
     """Saved with or without optstream, loaded with or without: the bits of a run never stopped."""
     with directory() as path:
         plain = Training(recipe)
         plain.steps(BEFORE)
         save(plain, path / "plain", sharding)
         expected = plain.steps(AFTER)
-        with streamed(recipe, path / "state") as (training, handle):
+        with streamed(recipe, path / "state", *flags) as (training, handle):
             training.steps(BEFORE)
             save(training, path / "streamed", sharding)
             assert_nothing_left(handle)
             assert training.steps(AFTER) == expected
             assert_same_weights(training, plain)
+        assert _files(path / "streamed") == _files(path / "plain"), "files beside Megatron's own"
         for source in ("plain", "streamed"):
-            with streamed(_other(recipe), path / "state") as (training, handle):
+            with streamed(_other(recipe), path / "state", *flags) as (training, handle):
                 load(training, path / source, sharding)
                 assert_nothing_left(handle)
                 assert training.steps(AFTER) == expected, source
@@ -93,6 +96,10 @@ def interchangeable(recipe: Recipe, sharding: str, plain_loads: bool = True) -> 
             load(training, path / "streamed", sharding)
             assert training.steps(AFTER) == expected
             assert_same_weights(training, plain)
+
+
+def _files(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*"))
 
 
 def float16_muon() -> None:
@@ -144,30 +151,76 @@ def muon_of_torch() -> None:
     interchangeable(MUON, FULLY, plain_loads=False)
 
 
-def _between_worlds(recipe: Recipe) -> Path:
+def _between_worlds(layout: str, recipe: Recipe) -> Path:
     """Return where one number of ranks, or one layout of them, leaves what another takes."""
-    return Path(os.environ["OPTSTREAM_TEST_SHARED"]) / recipe.optimizer
+    return Path(os.environ["OPTSTREAM_TEST_SHARED"]) / f"{layout}-{recipe.optimizer}"
 
 
 def save_to_reshard() -> None:
+    """Two ranks leave checkpoints: data parallel with moments in a byte, or tensor parallel."""
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    flags = () if tensor > 1 else ("--stream-optimizer-state-moment-dtype", "int8")
     with fused_adam():
         for recipe in (ADAM, MUON_DEALT):
-            with directory() as path, streamed(recipe, path) as (training, _):
+            with directory() as path, streamed(recipe, path, *flags) as (training, _):
                 training.steps(BEFORE)
-                save(training, _between_worlds(recipe), FULLY)
+                save(training, _between_worlds(f"tp{tensor}", recipe), FULLY)
 
 
 def load_resharded() -> None:
-    """On other ranks it loads as into Megatron itself, and trains on alike."""
+    """On four data-parallel ranks they load as into Megatron itself, and train on alike."""
     with fused_adam():
-        for recipe in (ADAM, MUON_DEALT):
+        for layout, recipe in itertools.product(("tp1", "tp2"), (ADAM, MUON_DEALT)):
             plain = Training(_other(recipe))
-            load(plain, _between_worlds(recipe), FULLY)
+            load(plain, _between_worlds(layout, recipe), FULLY)
             expected = plain.steps(AFTER)
             with directory() as path, streamed(_other(recipe), path) as (training, _):
-                load(training, _between_worlds(recipe), FULLY)
+                load(training, _between_worlds(layout, recipe), FULLY)
                 assert training.steps(AFTER) == expected
                 assert_same_weights(training, plain)
+
+
+def asynchronous() -> None:
+    """A forked process writes while training goes on; it has the values of when it was asked."""
+    queue = AsyncCallsQueue()
+    with directory() as path, streamed(MUON_DEALT, path / "state") as (training, _):
+        training.steps(BEFORE)
+        if dist.get_rank() == 0:
+            (path / "saved").mkdir()
+        dist.barrier()
+        state = sharded_state_dict(training, FULLY, is_loading=False)
+        queue.schedule_async_request(
+            dist_checkpointing.save(
+                state, str(path / "saved"), async_sharded_save=True, async_strategy="mcore"
+            )
+        )
+        expected = training.steps(AFTER)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        with streamed(_other(MUON_DEALT), path / "state") as (resumed, _):
+            load(resumed, path / "saved", FULLY)
+            assert resumed.steps(AFTER) == expected
+            assert_same_weights(resumed, training)
+
+
+def one_after_the_other() -> None:
+    """A save touches nothing of an earlier one, and leaves nothing beside them in their root."""
+    with directory() as path, streamed(ADAM, path / "state") as (training, handle):
+        root = path / "root"
+        if dist.get_rank() == 0:
+            root.mkdir()
+        dist.barrier()
+        for number in (1, 2):
+            training.steps(1)
+            save(training, root / f"iter_{number:07d}", BY_RANK)
+            handle.save(root / f"own_{number:07d}")
+            written = {file: file.stat() for file in root.rglob("*") if file.is_file()}
+            if number == 1:
+                first = {file: (stat.st_ino, stat.st_mtime_ns) for file, stat in written.items()}
+        assert first == {file: (written[file].st_ino, written[file].st_mtime_ns) for file in first}
+        names = ("iter_0000001", "iter_0000002", "own_0000001", "own_0000002")
+        assert sorted(entry.name for entry in root.iterdir()) == list(names)
+        dist.barrier()
 
 
 def torch_format() -> None:

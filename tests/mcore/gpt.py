@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ class Recipe:
         distributed: Adam's state is sharded by bytes (DistributedOptimizer).
         layer_wise: whole matrices are dealt to ranks (LayerWiseDistributedOptimizer).
         layout: DDP's parameters are views of one buffer with a layout.
+        tied: the output's weights are the embedding's.
         model, ddp, config: more for TransformerConfig, DistributedDataParallelConfig and
             OptimizerConfig.
     """
@@ -48,6 +50,7 @@ class Recipe:
     distributed: bool = False
     layer_wise: bool = False
     layout: bool = False
+    tied: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +64,7 @@ MUON = Recipe("muon", layer_wise=True, layout=True)
 MUON_DEALT = Recipe("muon", layer_wise=True)
 MUON_PLAIN = Recipe("muon")
 DIST_MUON = Recipe("dist_muon")
+FLOAT32 = {"bf16": False, "params_dtype": torch.float32}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -88,6 +92,10 @@ def _transformer_config(recipe: Recipe) -> TransformerConfig:
         "gradient_accumulation_fusion": False,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": (
+            parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        ),
     }
     return TransformerConfig(**{**values, **recipe.model})
 
@@ -118,6 +126,40 @@ def _layout(recipe: Recipe, model: torch.nn.Module, ddp: DistributedDataParallel
     )
 
 
+def _chunk(
+    recipe: Recipe,
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    stage: int | None,
+) -> DistributedDataParallel:
+    """Return this rank's layers, or those of one of its stages of a virtual pipeline."""
+    place = {"ignore_virtual": False, "vp_stage": stage}
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        position_embedding_type=_position_embedding(),
+        share_embeddings_and_output_weights=recipe.tied,
+        vp_stage=stage,
+    )
+    model = Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt
+    layout = _layout(recipe, model, ddp_config)
+    ddp = DistributedDataParallel(
+        config, ddp_config, model, disable_bucketing=bool(stage), full_param_layout=layout
+    )
+    ddp.broadcast_params()
+    return ddp
+
+
+def _position_embedding() -> str:
+    # only Transformer Engine's attention takes parts of a sequence (DotProductAttention says so);
+    # here context-parallel ranks have sequences of their own, whose positions RoPE would cut
+    return "learned_absolute" if parallel_state.get_context_parallel_world_size() > 1 else "rope"
+
+
 class Training:
     """One model with its optimizer."""
 
@@ -125,16 +167,6 @@ class Training:
         torch.manual_seed(recipe.seed)
         model_parallel_cuda_manual_seed(recipe.seed, force_reset_rng=True)
         config = _transformer_config(recipe)
-        experts = config.num_moe_experts
-        gpt = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-        )
-        model = Float16Module(config, gpt)
         ddp_config = DistributedDataParallelConfig(
             **{
                 "grad_reduce_in_fp32": True,
@@ -142,13 +174,18 @@ class Training:
                 **recipe.ddp,
             }
         )
-        layout = _layout(recipe, model, ddp_config)
-        self.ddp = DistributedDataParallel(config, ddp_config, model, full_param_layout=layout)
-        self.ddp.broadcast_params()
-        self.optimizer = get_megatron_optimizer(_optimizer_config(recipe, ddp_config), [self.ddp])
+        virtual = config.virtual_pipeline_model_parallel_size
+        self.chunks = [
+            _chunk(recipe, config, ddp_config, chunk if virtual else None)
+            for chunk in range(virtual or 1)
+        ]
+        self.ddp = self.chunks[0]
+        self.optimizer = get_megatron_optimizer(_optimizer_config(recipe, ddp_config), self.chunks)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
-        config.no_sync_func = self.ddp.no_sync
+        config.no_sync_func = (
+            [chunk.no_sync for chunk in self.chunks] if virtual else self.ddp.no_sync
+        )
 
     def gradients(self, scale: float = 1.0) -> float:
         """Run forward and backward on this rank's batch; return the mean loss of all ranks.
@@ -157,19 +194,22 @@ class Training:
             scale: of the loss; infinite where a step is to be skipped.
         """
         batches = self.batches()
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward, scale),
-            data_iterator=iter(batches),
-            model=[self.ddp],
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(batches),
             seq_length=SEQUENCE,
             micro_batch_size=MICRO_BATCH,
             forward_only=False,
         )
-        loss = torch.stack([x["loss"] for x in losses]).mean()
-        group = parallel_state.get_data_parallel_group()
+        # only the last stage of a pipeline has losses
+        loss = torch.stack([x["loss"] for x in losses]).mean() if losses else torch.zeros(())
+        dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(loss, group=group)
         return float(loss) / group.size()
 
@@ -185,8 +225,9 @@ class Training:
     def batches(self) -> list[tuple[torch.Tensor, ...]]:
         generator = torch.Generator().manual_seed(7)
         tokens = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
-        rank = parallel_state.get_data_parallel_rank()
-        mine = tokens.chunk(parallel_state.get_data_parallel_world_size())[rank]
+        rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        mine = tokens.chunk(size)[rank]
         position = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
         mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).view(1, 1, *[SEQUENCE] * 2)
         return [
@@ -196,16 +237,22 @@ class Training:
 
     def sync_params(self) -> None:
         """Gather what an overlapping gather would only fetch in the next forward."""
-        if self.ddp.ddp_config.overlap_param_gather:
-            self.ddp.start_param_sync(force_sync=True)
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        for name, param in self.ddp.named_parameters():
+        for name, param in self._named_parameters():
             param.copy_(weights[name])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self.ddp.named_parameters()}
+        return {name: p.detach().clone() for name, p in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, chunk in enumerate(self.chunks):
+            for name, param in chunk.named_parameters():
+                yield f"{index}.{name}", param
 
 
 def _optimizer_config(recipe: Recipe, ddp: DistributedDataParallelConfig) -> OptimizerConfig:

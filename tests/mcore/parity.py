@@ -14,6 +14,7 @@ from mcore.gpt import (
     ADAM_PLAIN,
     DIST_MUON,
     EXPERTS,
+    FLOAT32,
     MUON,
     MUON_DEALT,
     MUON_PLAIN,
@@ -28,11 +29,11 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_si
 Steps = list[tuple[bool, float, float | None]]
 
 
-def equal_bits(recipe: Recipe) -> None:
+def equal_bits(recipe: Recipe, *flags: str) -> None:
     plain = Training(recipe)
     expected = plain.steps(STEPS)
     plain.sync_params()
-    with directory() as path, streamed(recipe, path) as (training, handle):
+    with directory() as path, streamed(recipe, path, *flags) as (training, handle):
         assert_nothing_left(handle)
         steps = training.steps(STEPS)
         training.sync_params()
@@ -130,6 +131,36 @@ def muon_experts() -> None:
 
 def muon_dealt_experts() -> None:
     equal_bits(varied(MUON_DEALT, model=EXPERTS))
+
+
+def adam_tied() -> None:
+    """The first and the last stage of a pipeline share the embedding."""
+    equal_bits(varied(ADAM, tied=True))
+
+
+def muon_tied() -> None:
+    equal_bits(varied(MUON, tied=True))
+
+
+def adam_four_layers() -> None:
+    """Enough for two virtual stages on each of two ranks."""
+    equal_bits(varied(ADAM, model={"num_layers": 4}))
+
+
+def muon_dealt_four_layers() -> None:
+    equal_bits(varied(MUON_DEALT, model={"num_layers": 4}))
+
+
+def float32_adam() -> None:
+    """There are no masters: what is updated are the parameters themselves."""
+    model = {**FLOAT32, "pipeline_dtype": torch.float32}
+    equal_bits(varied(ADAM_PLAIN, model=model, config=FLOAT32))
+    equal_bits(varied(ADAM, model=model, config=FLOAT32))
+
+
+def float32_muon() -> None:
+    model = {**FLOAT32, "pipeline_dtype": torch.float32}
+    equal_bits(varied(MUON_PLAIN, model=model, config=FLOAT32))
 
 
 def adam_clipped() -> None:

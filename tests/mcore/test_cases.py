@@ -18,6 +18,8 @@ PLAIN = [
 PARITY = [
     (1, "tp1", "parity.float16_adam"),
     (1, "tp1", "parity.float16_muon"),
+    (1, "tp1", "parity.float32_adam"),
+    (1, "tp1", "parity.float32_muon"),
     (1, "tp1", "parity.dist_muon"),
     (1, "tp1", "parity.muon"),
     (1, "tp1", "parity.muon_lion"),
@@ -39,13 +41,17 @@ PARITY = [
     (2, "tp1", "parity.muon_overlapped"),
     (2, "tp1", "parity.adam_bfloat16_gradients"),
     (2, "tp1", "parity.muon_bfloat16_gradients"),
-    (2, "tp2", "parity.adam"),
     (2, "tp2", "parity.dist_muon"),
     (2, "tp2", "parity.muon_duplicated"),
     (2, "tp2", "parity.muon_distributed"),
     (2, "ep2", "parity.adam_experts"),
     (2, "ep2", "parity.muon_experts"),
-    (2, "ep2", "parity.muon_dealt_experts"),
+    (2, "pp2", "parity.adam_tied"),
+    (2, "pp2", "parity.muon_tied"),
+    (2, "pp2vp2", "parity.adam_four_layers"),
+    (2, "pp2vp2", "parity.muon_dealt_four_layers"),
+    (2, "cp2", "parity.adam"),
+    (2, "cp2", "parity.muon_dealt"),
     (4, "tp1", "parity.dist_muon"),
     (4, "tp1", "parity.adam"),
     (4, "tp2", "parity.muon"),
@@ -78,15 +84,38 @@ CHECKPOINTS = [
     (2, "tp1", "checkpoints.own"),
     (2, "tp2", "checkpoints.muon_dealt"),
     (2, "ep2", "checkpoints.muon_dealt_experts"),
-    (4, "tp2", "checkpoints.save_to_reshard"),
+    (2, "pp2", "checkpoints.adam_fused"),
+    (2, "cp2", "checkpoints.adam_fused_by_rank"),
+    (1, "tp1", "checkpoints.asynchronous"),
+    (2, "tp1", "checkpoints.one_after_the_other"),
+    (2, "tp1", "checkpoints.save_to_reshard"),
+    (2, "tp2", "checkpoints.save_to_reshard"),
     (4, "tp1", "checkpoints.load_resharded"),
+]
+CODECS = [
+    (1, "tp1", "codecs.split_dist_muon"),
+    (1, "tp1", "codecs.split_adam"),
+    (1, "tp1", "codecs.split_of_nothing"),
+    (1, "tp1", "codecs.dist_muon_bf16"),
+    (1, "tp1", "codecs.around_a_step"),
+    (2, "tp1", "codecs.split_dist_muon"),
+    (2, "tp1", "codecs.split_muon"),
+    (2, "tp1", "codecs.split_adam"),
+    (2, "tp1", "codecs.split_checkpoints"),
+    (2, "tp1", "codecs.split_checkpoints_by_rank"),
+    (2, "tp1", "codecs.adam_bf16"),
+    (2, "tp1", "codecs.adam_int8"),
+    (2, "tp1", "codecs.muon_int8"),
+    (2, "tp1", "codecs.taken_from_float32"),
 ]
 BOUNDS = [
     (1, "tp1", "bounds.anonymous_memory"),
+    (1, "tp1", "bounds.nothing_in_memory"),
     (1, "tp1", "bounds.no_float32_gradients"),
     (1, "tp1", "bounds.saves_from_files"),
     (2, "tp1", "bounds.roles"),
     (4, "tp1", "bounds.every_rank_streams"),
+    (4, "tp1", "bounds.a_rank_that_does_not_is_found"),
 ]
 
 
@@ -115,6 +144,11 @@ def test_what_megatron_does_around_a_step_goes_on_working(
 def test_checkpoints_are_those_of_megatron(
     outcome: Outcome, world: int, layout: str, case: str
 ) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), CODECS)
+def test_state_in_fewer_bytes(outcome: Outcome, world: int, layout: str, case: str) -> None:
     assert outcome(world, layout, case) == ""
 
 

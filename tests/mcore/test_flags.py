@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments
 
 from optstream.integrations.megatron import add_arguments, validate
@@ -34,3 +35,10 @@ def test_every_name_that_is_asked_for_is_megatrons() -> None:
         validate(recorder)
         unknown = recorder.asked - vars(args).keys() - SET_BY_VALIDATION
         assert not unknown, f"{optimizer}: Megatron has no {unknown}"
+
+
+def test_what_pretrain_makes_can_be_streamed_before_a_checkpoint_is_loaded() -> None:
+    """docs/megatron.md replaces this name in Megatron's module."""
+    names = training.setup_model_and_optimizer.__code__.co_names
+    assert names.index("get_megatron_optimizer") < names.index("load_checkpoint")
+    assert callable(training.get_megatron_optimizer)

@@ -2,9 +2,10 @@
 
     worker.py RESULT.json LAYOUT:module.case ...
 
-LAYOUT is tp1, tp2 (tensor parallel) or ep2 (expert parallel); what is left of the ranks is data
-parallel. Starting Megatron takes longer than most cases, so that tests share one start. Where one
-rank failed and others wait for it, nothing more is run.
+LAYOUT is tp2 (tensor parallel), ep2 (expert parallel), pp2 (pipeline parallel), pp2vp2 (with two
+virtual stages each), cp2 (context parallel) or tp1; what is left of the ranks is data parallel.
+Starting Megatron takes longer than most cases, so that tests share one start. Where one rank failed
+and others wait for it, nothing more is run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import importlib
 import json
 import logging
 import os
+import re
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -28,7 +31,13 @@ from megatron.core import parallel_state  # noqa: E402
 
 from mcore.cuda_on_cpu import cuda_on_cpu  # noqa: E402
 
-SIZES = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size"}
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -57,9 +66,12 @@ def _run_all(cases: list[str], result: Path) -> None:
         if layout != current:
             current = layout
             parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(**{SIZES[layout[:2]]: int(layout[2:])})
+            sizes = {SIZES[kind]: int(size) for kind, size in re.findall(r"(..)(\d)", layout)}
+            parallel_state.initialize_model_parallel(**sizes)
+        start = time.perf_counter()
         own = _run(case)
-        logging.info("rank %d: %s: %s", dist.get_rank(), tagged, own or "passed")
+        text = f"{time.perf_counter() - start:.1f} s: {own or 'passed'}"
+        logging.info("rank %d: %s: %s", dist.get_rank(), tagged, text)
         try:
             outcomes[tagged] = _failures(own)
         except RuntimeError as error:  # another rank is no longer in step
@@ -72,7 +84,7 @@ def _run_all(cases: list[str], result: Path) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, force=True)
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)

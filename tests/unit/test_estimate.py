@@ -156,6 +156,17 @@ def test_a_model_that_transformers_does_not_build(tmp_path: Path) -> None:
             read_model(str(tmp_path), torch.float32)
 
 
+def test_code_that_a_config_names_is_neither_run_nor_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "custom", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit(99)")
+    with pytest.raises(ConfigError, match=r"config\.json: .*contains custom code.*give a number"):
+        read_model(str(tmp_path), torch.float32)
+    assert capsys.readouterr().out == ""
+
+
 def test_the_architecture_that_was_saved_is_built(tmp_path: Path) -> None:
     path = write_config("llama", tmp_path)
     config = json.loads(path.read_text())

@@ -22,7 +22,6 @@ from optstream.plan import (
     MIN_WINDOW_BYTES,
     NUM_SLOTS,
     OVERHEAD_BYTES,
-    PAGE_BYTES,
     SLICE_ALIGNMENT,
     ParamSpec,
     Plan,
@@ -30,6 +29,7 @@ from optstream.plan import (
     Temporaries,
     parse_window_bytes,
 )
+from optstream.units import PAGE_BYTES
 
 
 def spec(

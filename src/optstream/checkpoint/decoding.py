@@ -21,8 +21,7 @@ from optstream.codecs import (
     in_memory_order,
 )
 from optstream.errors import OutOfSpaceError, StoreError
-from optstream.plan import PAGE_BYTES
-from optstream.units import format_bytes
+from optstream.units import PAGE_BYTES, format_bytes
 
 Bytes = Callable[[StoredPiece, int], Tensor]
 """Gives so many bytes from where a piece lies, as uint8."""

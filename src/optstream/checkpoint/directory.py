@@ -17,6 +17,7 @@ from optstream.checkpoint.placing import pieces
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.staging import MANIFEST, find_foreign, replaced_path
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError, StoreError
+from optstream.mounts import read_free_bytes
 from optstream.store.base import FrozenFile
 from optstream.store.live import check_digest
 from optstream.units import format_bytes
@@ -78,8 +79,7 @@ def existing_parent(path: Path) -> Path:
 
 def check_space(path: Path, needed_bytes: int) -> None:
     """Raise OutOfSpaceError unless the filesystem of `path` has this much room for copies."""
-    free = os.statvfs(existing_parent(path))
-    free_bytes = free.f_bavail * free.f_frsize
+    free_bytes = read_free_bytes(existing_parent(path))
     if needed_bytes > free_bytes:
         raise OutOfSpaceError(
             errno.ENOSPC,

@@ -26,6 +26,7 @@ from optstream.checkpoint.snapshot import Snapshot
 from optstream.checkpoint.values import encode
 from optstream.codecs import EXACT, SPLIT
 from optstream.errors import ConfigError, OutOfSpaceError, StoreError
+from optstream.mounts import read_free_bytes
 from optstream.plan import MASTER
 from optstream.units import format_bytes
 
@@ -105,9 +106,9 @@ def _exported_bytes(snapshot: Snapshot) -> tuple[int, int]:
 
 
 def _check_target(target: Path, force: bool) -> None:
-    staging = target.with_name(target.name + durable.TEMPORARY)
     if target.name in ("", ".."):
         raise ConfigError(f"cannot export to {target}: it has no name of its own; give a new path")
+    staging = target.with_name(target.name + durable.TEMPORARY)
     if not target.parent.is_dir():
         raise ConfigError(f"cannot export to {target}: {target.parent} is missing; make it first")
     if target.suffix == ".safetensors":
@@ -129,8 +130,7 @@ def _check_target(target: Path, force: bool) -> None:
 
 
 def _check_space(target: Path, needed_bytes: int) -> None:
-    free = os.statvfs(target.parent)
-    free_bytes = free.f_bavail * free.f_frsize
+    free_bytes = read_free_bytes(target.parent)
     if needed_bytes > free_bytes:
         raise OutOfSpaceError(
             errno.ENOSPC,

@@ -13,7 +13,7 @@ from optstream.checkpoint.manifest import Manifest, StoredParam, StoredTensor, S
 from optstream.codecs import EXACT
 from optstream.format import is_dense
 from optstream.plan import SLICE_ALIGNMENT, stored_bytes
-from optstream.store.base import PAGE_BYTES
+from optstream.units import PAGE_BYTES
 
 WINDOW_FILE = re.compile(r"rank\d{5}/window\d{5,}\.safetensors", re.ASCII)
 _MAX_BYTES = 2**62

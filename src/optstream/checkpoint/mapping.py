@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from optstream.errors import StoreError
-from optstream.plan import PAGE_BYTES, aligned
+from optstream.plan import aligned
 from optstream.store.base import FrozenFile
+from optstream.units import PAGE_BYTES
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from optstream import durable
+from optstream import durable, locks
 from optstream.checkpoint.inside import list_inside, read_inside
 from optstream.checkpoint.manifest_checks import WINDOW_FILE
 from optstream.checkpoint.manifest_json import MARK
@@ -42,7 +41,7 @@ def staged(path: Path) -> Iterator[Path]:
     try:
         yield staging
     finally:
-        if _is_at(lock, staging):  # not where it was renamed, and another save made its own
+        if locks.is_at(lock, staging):  # not where it was renamed, and another save made its own
             shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
 
@@ -117,22 +116,10 @@ def _is_marked(directory: Path) -> bool:
 
 def _lock(directory: Path) -> int | None:
     """Return a descriptor that locks the directory of this name; None if another one does."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
     with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(fd, directory):
-            return fd
-    os.close(fd)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return locks.hold(fd, directory)
     return None
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    return False
 
 
 def _remove(replaced: Path) -> None:
@@ -145,6 +132,6 @@ def _remove(replaced: Path) -> None:
         return
     if not find_foreign(replaced):
         shutil.rmtree(replaced, ignore_errors=True)
-    if _is_at(lock, replaced):
+    if locks.is_at(lock, replaced):
         log.warning("%s, which was replaced, could not be removed", replaced)
     os.close(lock)

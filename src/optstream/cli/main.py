@@ -6,6 +6,7 @@ that ended it (130 for Ctrl-C, 143 for SIGTERM).
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry_point() -> None:
     """Be the `optstream` command."""
+    # a path may have bytes that are no text; standard error does this by itself
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())
 
 

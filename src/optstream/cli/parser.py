@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from optstream.errors import ConfigError
 from optstream.units import parse_bytes
+
+_BITS = re.compile(r"([KMGTP]b|bits?)(/s)?$")
+"""As drives' links are rated; sizes are read in any case otherwise."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +65,8 @@ def size(text: str) -> int:
 
 def bytes_per_s(text: str) -> int:
     """Parse a rate: a size, with "/s" behind it or not."""
+    if _BITS.search(text):
+        raise argparse.ArgumentTypeError(f'{text!r} are bits; give bytes, for example "2.5GB/s"')
     return size(text.removesuffix("/s"))
 
 

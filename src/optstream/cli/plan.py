@@ -18,6 +18,7 @@ from optstream.cli.parser import (
     budget,
     bytes_per_s,
     given_path,
+    non_empty,
     number_above,
     size,
     whole_number,
@@ -34,7 +35,10 @@ DEVICES = ("cuda", "cpu")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "model", metavar="MODEL", help='parameters ("7B"), a config.json, or a model\'s directory'
+        "model",
+        type=non_empty,
+        metavar="MODEL",
+        help='parameters ("7B"), a config.json, or a model\'s directory',
     )
     _add_training_arguments(parser.add_argument_group("what is trained"))
     _add_node_arguments(parser.add_argument_group("on what"))
@@ -140,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(
             f"--ranks-per-node {args.ranks_per_node} is more than --ranks {args.ranks}; give both"
         )
+    if args.endurance is not None and args.step_time is None:
+        args.parser.error("--endurance without --step-time tells nothing; give both")
     node = read_node(args.doctor) if args.doctor else Node()
     node = node.given(bytes_per_s=args.bandwidth, space_bytes=args.space, memory_bytes=args.memory)
     with _quiet():

@@ -91,8 +91,8 @@ class Codec(ABC):
             values: float32, to be overwritten.
 
         Returns:
-            Whether (0-dim, bool) some values are those of `place.rounded`, widened, because that is
-            not the parameter they were encoded with; None where that cannot be.
+            True (0-dim) if some values are those of `place.rounded`, widened, because that is not
+            the parameter they were encoded with; None where there are none.
         """
 
     def offsets(self, numel: int) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from optstream.codecs.base import Codec, Place
 
 NUM_WORK = 2
+
+_Chunk = tuple[Tensor, Sequence[Tensor], Place, Sequence[Tensor]]
+"""Values, the parts that stand for them, their place, and the work space for them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Coder:
 
     def __init__(self, device: torch.device) -> None:
         self._chunk = chunk_values(device.type)
-        self._work = torch.empty(NUM_WORK, self._chunk, dtype=torch.float32, device=device)
+        self._work = list(torch.empty(NUM_WORK, self._chunk, dtype=torch.float32, device=device))
 
     def encode(self, values: Tensor, target: Encoded, place: Place) -> None:
         """Write what stands for the values.
@@ -51,31 +55,32 @@ class Coder:
             values: float32, flat.
             place: of all the values.
         """
-        for start, stop in self._chunks(target):
-            part = target.part(start, stop)
-            here = _at(place, part, start)
-            part.codec.encode(values[start:stop], part.parts, here, self._work_for(part))
+        for chunk, parts, here, work in self._chunks(target, values, place):
+            target.codec.encode(chunk, parts, here, work)
 
     def decode(self, source: Encoded, values: Tensor, place: Place) -> Tensor | None:
         """Write the values that stand there; return what Codec.decode does, for any of them."""
         changed = None
-        for start, stop in self._chunks(source):
-            part = source.part(start, stop)
-            here = _at(place, part, start)
-            found = part.codec.decode(part.parts, values[start:stop], here, self._work_for(part))
-            changed = found if changed is None or found is None else changed | found
+        for chunk, parts, here, work in self._chunks(source, values, place):
+            found = source.codec.decode(parts, chunk, here, work)
+            if found is not None:
+                changed = found if changed is None else changed | found
         return changed
 
-    def _chunks(self, encoded: Encoded) -> Iterator[tuple[int, int]]:
-        """Yield ranges of whole blocks, and last of less than one."""
-        whole = encoded.numel // encoded.codec.block * encoded.codec.block
-        for start in range(0, whole, self._chunk):
-            yield start, min(start + self._chunk, whole)
-        if whole < encoded.numel:
-            yield whole, encoded.numel
-
-    def _work_for(self, encoded: Encoded) -> Sequence[Tensor]:
-        return [work[: encoded.numel] for work in self._work]
+    def _chunks(self, encoded: Encoded, values: Tensor, place: Place) -> Iterator[_Chunk]:
+        """Yield whole blocks, and last less than one."""
+        codec = encoded.codec
+        whole = encoded.numel // codec.block * codec.block
+        bounds = [*range(0, whole, self._chunk), whole, encoded.numel]
+        for start, stop in pairwise(bounds):
+            if start == stop:
+                continue
+            work = self._work
+            if stop - start < self._chunk:
+                work = [space[: stop - start] for space in work]
+            rounded = None if place.rounded is None else place.rounded[start:stop]
+            here = Place(rounded, place.salt, encoded.start + start)
+            yield values[start:stop], codec.slices(encoded.parts, start, stop), here, work
 
 
 def chunk_values(device: str) -> int:
@@ -86,8 +91,3 @@ def chunk_values(device: str) -> int:
 def coder_bytes(device: str) -> int:
     """Return what coding allocates on a device: the work space, and what operators make."""
     return (NUM_WORK + 2) * 4 * chunk_values(device)
-
-
-def _at(place: Place, part: Encoded, start: int) -> Place:
-    rounded = None if place.rounded is None else place.rounded[start : start + part.numel]
-    return replace(place, rounded=rounded, start=part.start)

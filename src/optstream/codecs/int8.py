@@ -30,55 +30,52 @@ from optstream.codecs.base import Codec, Part, Place, rows
 BLOCK = 128
 SMALLEST_STEP = 2.0**-100
 """Taken where all is zero, so that its inverse is finite."""
+
 _LOWEST_BITS = 0xFF
+_NAN = 0x7FC00000
+"""As an integer, the largest that `_LOWEST_BITS` can be added to; still a NaN."""
+
+_TO_INTEGER = 1.5 * 2.0**23
+"""Added to a float32 near zero it rounds it to an integer, which is then in the lowest bits."""
 
 
-class SignedInt8(Codec):
-    """Momentum: |decoded - x| <= sqrt(|x| s) / 127 + s / 254^2. 0 stays 0."""
+class Int8(Codec):
+    """Momentum (signed) or second moments (positive).
 
-    name = "int8-signed"
-    parts = (Part(torch.int8), Part(torch.float32, BLOCK))
-    block = BLOCK
+    signed: |decoded - x| <= sqrt(|x| s) / 127 + s / 254^2. 0 stays 0.
 
-    def encode(
-        self, values: Tensor, parts: Sequence[Tensor], place: Place, work: Sequence[Tensor]
-    ) -> None:
-        codes, steps = parts
-        root, number = work
-        torch.abs(values, out=root).sqrt_()
-        _count_steps(root, steps, 127)
-        codes.copy_(torch.copysign(root, values, out=number))
-
-    def decode(
-        self, parts: Sequence[Tensor], values: Tensor, place: Place, work: Sequence[Tensor]
-    ) -> None:
-        codes, steps = parts
-        values.copy_(codes)
-        rows(values, BLOCK).mul_(steps[:, None])
-        values.mul_(torch.abs(values, out=work[0]))
-
-
-class PositiveInt8(Codec):
-    """Second moments: |decoded - x| <= ((r + 1/510)^4 - r^4) s, with r = (x / s)^(1/4).
-
-    0 stays 0. What is above never becomes 0, or a rule would divide by it: x below (1/510)^4 s,
-    1.5e-11 s, becomes (1/255)^4 s, 2.4e-10 s.
+    positive: |decoded - x| <= ((r + 1/510)^4 - r^4) s, with r = (x / s)^(1/4). 0 stays 0. What is
+    above never becomes 0, or a rule would divide by it: x below (1/510)^4 s, 1.5e-11 s, becomes
+    (1/255)^4 s, 2.4e-10 s.
     """
 
-    name = "int8-positive"
-    parts = (Part(torch.uint8), Part(torch.float32, BLOCK))
     block = BLOCK
+
+    def __init__(self, *, signed: bool) -> None:
+        self._signed = signed
+        self._largest_code = 127 if signed else 255
+        self.name = "int8-signed" if signed else "int8-positive"
+        self.parts = (Part(torch.int8 if signed else torch.uint8), Part(torch.float32, BLOCK))
 
     def encode(
         self, values: Tensor, parts: Sequence[Tensor], place: Place, work: Sequence[Tensor]
     ) -> None:
         codes, steps = parts
-        root, sign = work
-        torch.sqrt(values, out=root).sqrt_()
-        torch.sign(root, out=sign)
-        _count_steps(root, steps, 255)
-        # straight to uint8 is three times slower on a CPU
-        codes.copy_(sign.view(torch.int32).copy_(torch.maximum(root, sign, out=root)))
+        number, lift = work
+        take_root = torch.abs if self._signed else torch.sqrt
+        take_root(values, out=number).sqrt_()
+        torch.amax(rows(number, BLOCK), 1, out=steps)
+        _round_up(steps.div_(self._largest_code))
+        if self._signed:
+            torch.copysign(number, values, out=number)
+        rows(number, BLOCK).mul_(steps.reciprocal()[:, None])
+        number.add_(_TO_INTEGER)
+        codes.copy_(number.view(torch.int32))
+        # what has become 0 besides 0 is rare; `codes` is small and in the cache
+        if not self._signed and (not codes.is_cpu or int(codes.amin()) == 0):
+            torch.sign(values, out=lift).add_(_TO_INTEGER)
+            torch.maximum(number, lift, out=number)
+            codes.copy_(number.view(torch.int32))
 
     def decode(
         self, parts: Sequence[Tensor], values: Tensor, place: Place, work: Sequence[Tensor]
@@ -86,15 +83,13 @@ class PositiveInt8(Codec):
         codes, steps = parts
         values.copy_(codes)
         rows(values, BLOCK).mul_(steps[:, None])
-        values.square_().square_()
+        if self._signed:
+            values.mul_(torch.abs(values, out=work[0]))
+        else:
+            values.square_().square_()
 
 
-def _count_steps(root: Tensor, steps: Tensor, largest_code: int) -> None:
-    """Store each block's step, and make roots numbers of steps, in place."""
-    torch.amax(rows(root, BLOCK), 1, out=steps)
-    steps.div_(largest_code)
-    upward = ((steps.view(torch.int32) + _LOWEST_BITS) & ~_LOWEST_BITS).view(torch.float32)
-    torch.where(steps.isfinite(), upward, steps, out=steps)
-    steps.clamp_(min=SMALLEST_STEP)
-    rows(root, BLOCK).mul_(steps.reciprocal()[:, None])
-    root.round_()
+def _round_up(steps: Tensor) -> None:
+    """Round to 16 bits of precision, in place; infinities and NaN stay."""
+    bits = steps.abs_().clamp_(min=SMALLEST_STEP).view(torch.int32)
+    bits.clamp_(max=_NAN).add_(_LOWEST_BITS).bitwise_and_(~_LOWEST_BITS)

@@ -31,6 +31,9 @@ TIE = 0x8000
 NO_ESCAPE = 0x10000
 """No code, so that it equals none."""
 
+_LOWEST_17 = 0x1FFFF
+"""A tie has TIE there if the upper half is even: then it is the parameter, rounded down."""
+
 _CHECKED_AT_ONCE = 2**20
 
 
@@ -49,16 +52,14 @@ class Split(Codec):
         self, values: Tensor, parts: Sequence[Tensor], place: Place, work: Sequence[Tensor]
     ) -> None:
         codes, escapes, digests = parts
-        rounded = values.to(torch.bfloat16) if place.rounded is None else place.rounded
-        wide, difference = work[0], work[1].view(torch.int32)
-        wide.copy_(rounded)
-        torch.sub(values.view(torch.int32), wide.view(torch.int32), out=difference)
-        codes.copy_(difference)
+        rounded = place.rounded
+        if rounded is None:
+            rounded = work[1].view(torch.bfloat16)[: values.numel()].copy_(values)
+        bits = values.view(torch.int32)
+        codes.copy_(bits)
         escapes.fill_(NO_ESCAPE)
         digests.copy_(digest(rounded, work[0]))
-        tied = rows(difference, BLOCK).amax(1) >= TIE
-        if bool(tied.any()):
-            _escape_ties(rows(difference, BLOCK), rows(codes, BLOCK), escapes, tied)
+        _escape_ties(rows(bits, BLOCK), rows(codes, BLOCK), escapes)
 
     def decode(
         self, parts: Sequence[Tensor], values: Tensor, place: Place, work: Sequence[Tensor]
@@ -66,18 +67,17 @@ class Split(Codec):
         codes, escapes, digests = parts
         rounded = place.rounded
         assert rounded is not None
-        changed = digests != digest(rounded, work[0])
-        values.copy_(rounded)
-        any_changed = changed.any()
-        if bool(any_changed):
-            codes = rows(codes, BLOCK).masked_fill(changed[:, None], 0).view(-1)
-        values.view(torch.int32).add_(codes)
-        escaped = (escapes != NO_ESCAPE) & ~changed
-        if bool(escaped.any()):
-            _restore_ties(
-                rows(values.view(torch.int32), BLOCK), rows(codes, BLOCK), escapes, escaped
-            )
-        return any_changed
+        found = digest(rounded, work[0])
+        changed = None
+        if not torch.equal(digests, found):
+            differs = digests != found
+            changed = differs.any()
+            codes = rows(codes, BLOCK).masked_fill(differs[:, None], 0).view(-1)
+            escapes = escapes.masked_fill(differs, NO_ESCAPE)
+        bits = values.copy_(rounded).view(torch.int32)
+        bits.add_(codes)
+        _restore_ties(rows(bits, BLOCK), rows(codes, BLOCK), escapes)
+        return changed
 
 
 def fits_parameter(parts: Sequence[Tensor], rounded: Tensor) -> bool:
@@ -127,13 +127,18 @@ def _weights(device: torch.device) -> Tensor:
     return (drawn.to(torch.int32) | 1).to(device)
 
 
-def _escape_ties(difference: Tensor, codes: Tensor, escapes: Tensor, tied: Tensor) -> None:
-    """Give each tied block a code that none of its values has, and its ties that code."""
-    # blocks with ties are few, and views of one are faster than indices
-    for block in tied.nonzero().view(-1).tolist():
+def _escape_ties(bits: Tensor, codes: Tensor, escapes: Tensor) -> None:
+    """Give ties that were rounded down a code that no value of their block has."""
+    candidates = [block for block, least in enumerate(codes.amin(1).tolist()) if least == -TIE]
+    if not candidates:
+        return
+    tied = bits[candidates].bitwise_and_(_LOWEST_17) == TIE
+    for row in tied.any(1).nonzero().view(-1).tolist():
+        # blocks with ties are few, and views of one are faster than indices
+        block = candidates[row]
         free = _free_code(codes[block])
         escapes[block] = free
-        codes[block].masked_fill_(difference[block] == TIE, free)
+        codes[block].masked_fill_(tied[row], free)
 
 
 def _free_code(codes: Tensor) -> int:
@@ -147,7 +152,7 @@ def _free_code(codes: Tensor) -> int:
     return int(taken.logical_not_().nonzero()[0])
 
 
-def _restore_ties(bits: Tensor, codes: Tensor, escapes: Tensor, escaped: Tensor) -> None:
-    for block in escaped.nonzero().view(-1).tolist():
-        free = int(escapes[block])
-        bits[block].add_(codes[block] == free, alpha=TIE - free)
+def _restore_ties(bits: Tensor, codes: Tensor, escapes: Tensor) -> None:
+    for block, free in enumerate(escapes.tolist()):
+        if free != NO_ESCAPE:
+            bits[block].add_(codes[block] == free, alpha=TIE - free)

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from optstream import locks
 from optstream.errors import ConfigError
 from optstream.store.checks import absolute, make_directory, remove_directories
 from optstream.store.claim import purge_stale
@@ -69,6 +70,12 @@ class Place:
             os.close(lock)
 
 
+def check_role(role: str) -> None:
+    """Raise ConfigError unless a role can be part of a name."""
+    if not _ROLE.fullmatch(role):
+        raise ConfigError(f"role={role!r}: give letters, digits, _ and - only, such as 'actor'")
+
+
 def take_places(directories: StrPath | Sequence[StrPath], role: str, rank: int) -> list[Place]:
     """Take a place in each of several directories.
 
@@ -76,8 +83,7 @@ def take_places(directories: StrPath | Sequence[StrPath], role: str, rank: int) 
         ConfigError: a role that cannot be part of a name.
         StoreError: a directory cannot hold state; nothing is left there.
     """
-    if not _ROLE.fullmatch(role):
-        raise ConfigError(f"role={role!r}: give letters, digits, _ and - only, such as 'actor'")
+    check_role(role)
     if isinstance(directories, str | bytes) or not isinstance(directories, Sequence):
         directories = [directories]
     places: list[Place] = []
@@ -105,7 +111,7 @@ def lock_directory(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.lstat(path)):
+        if locks.is_at(fd, path):
             return fd
         raise FileNotFoundError(path)
     except BlockingIOError:
@@ -140,21 +146,14 @@ def find_places(directory: Path) -> dict[Path, bool | None]:
 
     None: it is another user's, which cannot be told.
     """
-    return {path: _is_held(path) for path in _places(directory)}
+    return {path: _lives(path) for path in _places(directory)}
 
 
-def _is_held(path: Path) -> bool | None:
+def _lives(path: Path) -> bool | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return locks.is_held(path)
     except OSError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _places(directory: Path) -> Iterator[Path]:

@@ -9,8 +9,8 @@ from optstream.doctor.bandwidth import THREADS, Bandwidth
 from optstream.doctor.disks import Disk
 from optstream.doctor.probe import Abilities
 from optstream.mounts import Mount
-from optstream.store.base import PAGE_BYTES, PIECE_BYTES
-from optstream.units import format_bytes
+from optstream.store.base import PIECE_BYTES
+from optstream.units import PAGE_BYTES, format_bytes
 
 NETWORK_FILESYSTEMS = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.cephfs", "fuse.gcsfuse", "fuse.glusterfs"),

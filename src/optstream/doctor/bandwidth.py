@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optstream.doctor.probe import temporary_files
+from optstream.mounts import read_free_bytes
 from optstream.store.base import PIECE_BYTES
 from optstream.store.live import LiveFile
 
@@ -81,9 +82,8 @@ def measure(
     Raises:
         OSError: a transfer failed.
     """
-    free = os.statvfs(directory)
     largest = max(PIECES_BYTES)
-    room_bytes = min(MAX_FILE_BYTES, free.f_bavail * free.f_frsize // _FREE_SHARE)
+    room_bytes = min(MAX_FILE_BYTES, read_free_bytes(directory) // _FREE_SHARE)
     file_bytes = room_bytes // largest * largest
     if file_bytes == 0:
         return None

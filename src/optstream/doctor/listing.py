@@ -11,6 +11,7 @@ from pathlib import Path
 from optstream.distributed.place import find_places, remove_left
 from optstream.doctor.held import Held, Holding, find_held
 from optstream.errors import StoreError
+from optstream.mounts import read_free_bytes
 from optstream.store.claim import FoundClaim, find_claims, purge_stale
 
 
@@ -85,7 +86,7 @@ def list_directory(directory: Path, *, purge: bool) -> Listing:
         unseen=tuple(_unseen(held, claims, places)),
         num_hidden=held.num_hidden,
         used_bytes=(space.f_blocks - space.f_bfree) * space.f_frsize,
-        free_bytes=space.f_bavail * space.f_frsize,
+        free_bytes=read_free_bytes(path),
     )
 
 
@@ -107,8 +108,12 @@ def _unseen(
 
 
 def _readable(directory: Path) -> Path:
-    path = directory.resolve()
-    if not path.is_dir():
+    try:
+        path = directory.resolve(strict=True)
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError):  # not there, a name that is too long, a loop of links
+        is_directory = False
+    if not is_directory:
         raise StoreError(errno.ENOTDIR, f"{directory} is no directory; give one that is there")
     if not os.access(path, os.R_OK | os.X_OK):
         raise StoreError(

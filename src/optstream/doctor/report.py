@@ -13,7 +13,7 @@ from optstream.doctor.disks import Disk, find_disks
 from optstream.doctor.probe import Abilities, find_abilities
 from optstream.errors import OffloadError
 from optstream.memory import read_available_bytes, read_memory
-from optstream.mounts import Mount, find_mount
+from optstream.mounts import Mount, find_mount, read_free_bytes
 from optstream.store.checks import check_directory, missing_directories
 
 
@@ -136,7 +136,7 @@ def _filesystem(path: Path, mount: Mount | None) -> Filesystem | None:
         kind=mount.kind if mount else "unknown",
         source=mount.source if mount else "unknown",
         point=mount.point if mount else "unknown",
-        free_bytes=free.f_bavail * free.f_frsize,
+        free_bytes=read_free_bytes(path),
         free_files=free.f_favail if free.f_files else None,
     )
 

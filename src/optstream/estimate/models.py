@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -58,8 +59,12 @@ def read_model(model: str, dtype: torch.dtype) -> ModelShape:
     if num_params is not None:
         return _decoder(num_params, dtype)
     path = Path(model)
-    path = path / CONFIG if path.is_dir() else path
-    if not path.is_file():
+    try:
+        path = path / CONFIG if path.is_dir() else path
+        is_file = path.is_file()
+    except OSError:  # a name that is too long
+        is_file = False
+    if not is_file:
         raise ConfigError(
             f"model {model} is no number of parameters, and {path} is not there; give a number "
             f'such as "7B", a {CONFIG}, or the directory of a model that has one'
@@ -117,13 +122,18 @@ def _from_config(path: Path) -> nn.Module:
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        # left open, code that a config names is asked for on the terminal
+        config: Any = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
         config._attn_implementation = "eager"  # what it names may need a package or a device
         with torch.device("meta"):
             module: nn.Module = _model_class(config)(config)
     except Exception as error:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"transformers builds no model of {path}: {text}") from error
+        text = textwrap.shorten(str(error), 240).rstrip(".") or type(error).__name__
+        raise ConfigError(
+            f"transformers builds no model of {path}: {text}; give a number of parameters instead"
+        ) from error
     return module
 
 

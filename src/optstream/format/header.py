@@ -30,8 +30,8 @@ from optstream.format.record import (
     parse_record,
     stored_as,
 )
+from optstream.units import PAGE_BYTES
 
-PAGE_BYTES = 4096
 FORMAT_VERSION = "1"
 MAX_JSON_BYTES = 100_000_000  # the safetensors reader refuses longer headers
 _START = b'{"__metadata__":{"format":"pt","optstream":'

@@ -39,17 +39,18 @@ def newton_schulz(
         dtype: of the products and of the result; None: `default_ns_dtype` of x.
 
     Returns:
-        A new tensor of x's shape in `dtype`. Temporaries: three of x's size and four of
-        (batch, m, m) with m = min(rows, cols).
+        A new tensor of x's shape in `dtype`. Temporaries: two of x's size, the result among
+        them, and four of (batch, m, m) with m = min(rows, cols).
     Source: Jordan 2024 (`COEFFICIENTS`); iteration on the Gram side with restarts: Zhang, Amsel,
     Chen, Dao, "Gram Newton-Schulz" (2026). Checked by test_newton_schulz.py.
     """
     dtype = dtype or default_ns_dtype(x)
     tall = x.shape[-2] > x.shape[-1]
     wide = _normalise(x.mT if tall else x, eps).to(dtype)
-    step = _gram_run if uses_gram(x.shape[-2], x.shape[-1], dtype, x.device) else _plain_run
-    for run in _runs(coefficients):
-        wide = step(wide, run)
+    if uses_gram(x.shape[-2], x.shape[-1], dtype, x.device):
+        wide = _on_gram_side(wide, _runs(coefficients))
+    else:
+        wide = _on_matrix(wide, coefficients, exact=_is_exact(dtype, x.device))
     return wide.mT if tall else wide
 
 
@@ -66,12 +67,16 @@ def uses_gram(rows: int, cols: int, dtype: torch.dtype, device: torch.device) ->
     Only where products are rounded to float32 or better: the 8 bits of bf16, or 11 of TF32, would
     make eigenvalues of the Gram matrix negative enough to diverge.
     """
-    exact = dtype == torch.float64 or (
+    return _is_exact(dtype, device) and max(rows, cols) >= _GRAM_ASPECT * min(rows, cols)
+
+
+def _is_exact(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether products are those of float32 or better, without TF32 or the like."""
+    return dtype == torch.float64 or (
         dtype == torch.float32
         and device.type in ("cpu", "meta")
         and torch.get_float32_matmul_precision() == "highest"
     )
-    return exact and max(rows, cols) >= _GRAM_ASPECT * min(rows, cols)
 
 
 def newton_schulz_flops(
@@ -107,33 +112,46 @@ def _runs(coefficients: tuple[Triple, ...]) -> list[tuple[Triple, ...]]:
     return runs
 
 
-def _plain_run(x: Tensor, run: tuple[Triple, ...]) -> Tensor:
-    """Step x by (a I + b R + c R^2) x with R = x x^T, for each triple."""
+def _on_matrix(x: Tensor, coefficients: tuple[Triple, ...], *, exact: bool) -> Tensor:
+    """Step x by (a I + b R + c R^2) x with R = x x^T, for each triple; overwrites x.
+
+    Args:
+        exact: the a may go into the polynomial, which spares a copy of x; where products round
+            their factors it would be rounded with them.
+    """
     gram, poly, spare = _small(x), _small(x), torch.empty_like(x)
-    for a, b, c in run:
+    for a, b, c in coefficients:
         torch.bmm(x, x.mT, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
-        torch.baddbmm(x, poly, x, beta=a, out=spare)
+        if exact:
+            poly.diagonal(dim1=-2, dim2=-1).add_(a)
+            torch.bmm(poly, x, out=spare)
+        else:
+            torch.baddbmm(x, poly, x, beta=a, out=spare)
         x, spare = spare, x
     return x
 
 
-def _gram_run(x: Tensor, run: tuple[Triple, ...]) -> Tensor:
-    """Do the same with two products of x's size in all: the polynomials multiply up in `total`."""
-    gram, poly, total, spare = (_small(x) for _ in range(4))
-    torch.bmm(x, x.mT, out=gram)
-    for i, (a, b, c) in enumerate(run):
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
-        poly.diagonal(dim1=-2, dim2=-1).add_(a)
-        if i < len(run) - 1:
-            torch.bmm(poly, gram, out=spare)
-            torch.bmm(spare, poly, out=gram)
-        if i == 0:
-            total, poly = poly, total
-        else:
-            torch.bmm(poly, total, out=spare)
-            total, spare = spare, total
-    return torch.bmm(total, x)
+def _on_gram_side(x: Tensor, runs: list[tuple[Triple, ...]]) -> Tensor:
+    """Do the same with two products of x's size a run: the polynomials multiply up in `total`."""
+    gram, poly, total, other = (_small(x) for _ in range(4))
+    spare = torch.empty_like(x)
+    for run in runs:
+        torch.bmm(x, x.mT, out=gram)
+        for i, (a, b, c) in enumerate(run):
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=poly)
+            poly.diagonal(dim1=-2, dim2=-1).add_(a)
+            if i < len(run) - 1:
+                torch.bmm(poly, gram, out=other)
+                torch.bmm(other, poly, out=gram)
+            if i == 0:
+                total, poly = poly, total
+            else:
+                torch.bmm(poly, total, out=other)
+                total, other = other, total
+        torch.bmm(total, x, out=spare)
+        x, spare = spare, x
+    return x
 
 
 def _small(x: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from optstream.plan.specs import (
 )
 from optstream.plan.windows import (
     EXTENT_ALIGNMENT,
-    PAGE_BYTES,
     SLICE_ALIGNMENT,
     Extent,
     Piece,
@@ -39,7 +38,6 @@ __all__ = [
     "NUM_DEVICE_BUFFERS",
     "NUM_SLOTS",
     "OVERHEAD_BYTES",
-    "PAGE_BYTES",
     "SCRATCH_ALIGNMENT",
     "SLICE_ALIGNMENT",
     "Extent",

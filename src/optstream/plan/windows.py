@@ -15,7 +15,7 @@ import torch
 
 from optstream.codecs import EXACT
 from optstream.plan.specs import ParamSpec, stored_bytes
-from optstream.units import aligned
+from optstream.units import PAGE_BYTES, aligned
 
 SLICE_ALIGNMENT = 4096
 """Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
@@ -23,8 +23,6 @@ multiples of this (tests/parity/test_slices.py)."""
 
 EXTENT_ALIGNMENT = 64
 """Bytes, as torch's own allocations: a matrix product may depend on its operands' alignment."""
-
-PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 
 from optstream.errors import ConfigError
-from optstream.store.base import PAGE_BYTES, Store, WindowFile
+from optstream.store.base import Store, WindowFile
 from optstream.store.direct import Direct
 from optstream.store.mapped import Mapped
 from optstream.store.memory import Memory
 
-__all__ = ["PAGE_BYTES", "Store", "WindowFile", "open_store"]
+__all__ = ["Store", "WindowFile", "open_store"]
 
 Directory = str | os.PathLike[str]
 

@@ -19,7 +19,6 @@ import xxhash
 
 from optstream.store import linux
 
-PAGE_BYTES = 4096
 PIECE_BYTES = 8 * 2**20
 """Of one transfer, and of what one digest covers; 4 to 16 MiB reach the drive's limit with 2 to 4
 threads (benchmarks/step.py)."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optstream.errors import ConfigError, OutOfSpaceError, StoreError
-from optstream.mounts import find_mount
+from optstream.mounts import find_mount, read_free_bytes
 from optstream.units import format_bytes
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"}
@@ -62,6 +62,12 @@ def check_directory(existing: Path, path: Path) -> None:
         raise StoreError(
             errno.ENOTDIR, f"{existing} is no directory; choose a directory on a drive"
         )
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass  # it will be made
+    except OSError as error:  # a name that is too long
+        raise _refusal(path, error) from error
     mount = find_mount(existing)
     if mount and mount.kind == "overlay":
         layers = [o.removeprefix("upperdir=") for o in mount.options if o.startswith("upperdir=")]
@@ -94,8 +100,8 @@ def check_space(needs: Sequence[tuple[Path, int]], what: str = "state") -> None:
         drives.setdefault(path.stat().st_dev, {}).setdefault(path, []).append(num_bytes)
     for files in drives.values():
         names = " and ".join(str(path) for path in files)
-        free = os.statvfs(next(iter(files)))
-        free_bytes = free.f_bavail * free.f_frsize
+        place = next(iter(files))
+        free, free_bytes = os.statvfs(place), read_free_bytes(place)
         needed_bytes = sum(map(sum, files.values()))
         if needed_bytes > free_bytes:
             raise OutOfSpaceError(
@@ -119,11 +125,10 @@ def reserve_refused(path: Path, needed_bytes: int, error: OSError) -> OSError:
     full = number in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, StoreError) and not full:
         return error
-    free = os.statvfs(path)
     return (OutOfSpaceError if full else StoreError)(
         number,
         f"state needs {format_bytes(needed_bytes)} in {path}, which has "
-        f"{format_bytes(free.f_bavail * free.f_frsize)} free but refused: {os.strerror(number)}; "
+        f"{format_bytes(read_free_bytes(path))} free but refused: {os.strerror(number)}; "
         "check quotas, limits and other writers, or choose another directory",
     )
 
@@ -162,9 +167,9 @@ def distinct(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
     paths = [absolute(directory) for directory in directories]
     if not paths:
         raise ConfigError("no directory is given; give at least one on a drive")
-    real = [path.resolve() for path in paths]
+    real = [os.path.realpath(path) for path in paths]
     for path in paths:
-        if real.count(path.resolve()) > 1:
+        if real.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"directory {path} is given twice; give each drive once")
     return paths
 

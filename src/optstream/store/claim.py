@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from errno import ENOTEMPTY
 from pathlib import Path
 
+from optstream import locks
 from optstream.units import format_bytes
 
 _PREFIX = "optstream-live-"
@@ -89,7 +90,7 @@ def find_claims(directory: Path) -> Iterator[FoundClaim]:
     """Yield the claims in a directory, of the living and of the dead; changes nothing."""
     for path in _claims(directory):
         try:
-            yield FoundClaim(path, _is_held(path / LOCK), _window_bytes(path))
+            yield FoundClaim(path, _lives(path), _window_bytes(path))
         except FileNotFoundError:
             continue  # it ended just now
         except OSError:
@@ -121,19 +122,11 @@ def _claims(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def _is_held(path: Path) -> bool:
-    """Tell whether a lock is held, without making its file."""
+def _lives(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return locks.is_held(path / LOCK)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _lock(path: Path) -> int | None:
@@ -142,17 +135,7 @@ def _lock(path: Path) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return None  # a purger was faster
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.lstat(path)):
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(fd)
-        raise
-    os.close(fd)
-    return None
+    return locks.hold(fd, path)
 
 
 def _remove(path: Path, lock_fd: int) -> None:

@@ -24,10 +24,11 @@ from pathlib import Path
 from optstream.errors import WindowWriteError
 from optstream.mounts import find_mount
 from optstream.store import linux
-from optstream.store.base import PAGE_BYTES, FrozenFile, WindowFile
+from optstream.store.base import FrozenFile, WindowFile
 from optstream.store.checks import make_directory, remove_directories
 from optstream.store.claim import Claim, purge_stale
 from optstream.store.live import LiveFile, aligned
+from optstream.units import PAGE_BYTES
 
 _NO_NAMELESS_FILES = {EOPNOTSUPP, EISDIR, ENOENT, EINVAL}
 _NO_RESERVE = {EOPNOTSUPP, ENOSYS}

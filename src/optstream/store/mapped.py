@@ -17,10 +17,11 @@ import xxhash
 
 from optstream.errors import WindowReadError, WindowWriteError
 from optstream.store import pages
-from optstream.store.base import PAGE_BYTES, PIECE_BYTES, FrozenFile
+from optstream.store.base import PIECE_BYTES, FrozenFile
 from optstream.store.live import LiveFile, check_digest
 from optstream.store.on_drive import OnDrive
 from optstream.store.transfer import read_whole
+from optstream.units import PAGE_BYTES
 
 _ADVICE_BYTES = 2**19
 """Of one read-ahead: the kernel cuts what it is asked for to the drive's limits."""

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optstream.errors import ClosedError, OutOfSpaceError, WindowWriteError
-from optstream.store.base import PAGE_BYTES, FrozenFile, Store, WindowFile
+from optstream.store.base import FrozenFile, Store, WindowFile
 from optstream.store.checks import check_limits, check_space, distinct, reserve_refused
 from optstream.store.files import Drive
 from optstream.store.live import LiveFile
+from optstream.units import PAGE_BYTES
 
 log = logging.getLogger("optstream")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from errno import EAGAIN, EIO
 
 from optstream.errors import WindowIOError, WindowReadError, WindowWriteError
-from optstream.store.base import PAGE_BYTES
+from optstream.units import PAGE_BYTES
 
 # 1 + 2 + 4 + ... ms: a drive that is busy for longer than half a second is not merely busy
 _MAX_STALLS = 9

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from optstream.errors import WindowIOError
@@ -21,7 +21,9 @@ from optstream.memory import read_available_bytes, read_dirty_limit_bytes
 from optstream.plan import Plan
 from optstream.store.base import Store
 from optstream.stream.lane import Wait
-from optstream.stream.transfers import Counters
+from optstream.stream.mover import Mover
+from optstream.stream.slots import Slot, view
+from optstream.stream.transfers import Transfers
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
@@ -30,50 +32,43 @@ NUM_AHEAD = 2
 """Windows that are brought in while one is updated: as many as with slots."""
 
 
-class PageCache:
-    """Moves the windows of a `cached` store.
+class PageCache(Mover):
+    """The windows of a `cached` store; they are updated where they are, and are not pinned.
 
-    One thread calls; bytes are counted when it learns that a transfer is through.
-
-    Attributes:
-        errors: why windows that were updated could not be written back; their pages are in memory.
+    The kernel could not reclaim pinned pages. Bytes are counted when the thread that calls learns
+    that a transfer is through.
     """
 
-    def __init__(self, store: Store, io_threads: int, counters: Counters) -> None:
-        self.errors: dict[int, Exception] = {}
+    def __init__(self, store: Store, io_threads: int, transfers: Transfers) -> None:
         self._store = store
-        self._counters = counters
+        self._transfers = transfers
+        self._counters = transfers.counters
+        self._errors: dict[int, Exception] = {}
+        self._moving_bytes = 0
+        self._unloads: list[Wait] = []
         self._pool = ThreadPoolExecutor(io_threads, "optstream-pages")
         self._preparing = threading.Lock()
         self._coming: deque[int] = deque()
-        self._stored: Collection[int] = ()
         self._reads: dict[int, Future[int]] = {}
         self._writes: dict[int, Future[int]] = {}
         self._dirty: set[int] = set()
         self._short = self._told = False
 
-    def start(self, plan: Plan, order: Sequence[int], stored: Collection[int]) -> None:
-        """Begin a scan, or look ahead at the next one.
+    def resize(self, plan: Plan, unpin: Wait) -> None:
+        self._moving_bytes = plan.data_bytes - plan.resident_bytes
 
-        Args:
-            stored: windows that hold something; of others nothing is read.
-        """
-        num_bytes = plan.data_bytes - plan.resident_bytes
+    def look_ahead(self, order: Sequence[int]) -> None:
+        self._wait_unloaded()
+        num_bytes = self._moving_bytes
         self._short = read_available_bytes() < num_bytes + num_bytes // 16
         if not self._short:
             self._tell_of_dirty_limit(num_bytes)
         self._coming = deque(order)
-        self._stored = stored
         for window in self._reads.keys() - set(order):  # a scan that went on otherwise
             self._reads.pop(window).exception()
         self._read_ahead()
 
-    def wait(self, window: int) -> None:
-        """Return when a window's pages are in memory and may be updated.
-
-        Raises:
-            WindowReadError, WindowWriteError: nothing of it was changed.
-        """
+    def take(self, window: int) -> Slot:
         if window in self._coming:
             self._coming.remove(window)
         self._read(window)
@@ -83,33 +78,44 @@ class PageCache:
         finally:
             self._counters.read_wait_s += time.perf_counter() - start
             del self._reads[window]
-        self._counters.read_bytes += missing_bytes if window in self._stored else 0
+        self._counters.read_bytes += missing_bytes if window in self._transfers.stored else 0
         self._dirty.add(window)
         self._read_ahead()
+        return view(self._store.view(window))
 
-    def updated(self, window: int, ready: Wait) -> None:
-        """Be told that a window's update was queued; `ready` waits until it is in the pages."""
+    def give_back(self, slot: Slot, window: int, ready: Wait) -> None:
+        self._unloads.append(ready)
+        self._transfers.stored.add(window)
         if self._short:
             self._write(window, ready)
 
+    def drop(self) -> None:
+        self._unloads.clear()
+        self.settle()
+
+    def holding(self, window: int) -> Slot | None:
+        return view(self._store.view(window)) if window in self._errors else None
+
+    def refused(self) -> Mapping[int, Exception]:
+        for window in [window for window, write in self._writes.items() if write.done()]:
+            self._end_write(window)
+        return self._errors
+
     def write_back(self) -> None:
-        """Write back all that was updated since it last was, and forget what was read ahead."""
         self.settle()
         for window in sorted(self._dirty):
             self._write(window, ready=None)
         self.settle()
 
     def retry(self) -> None:
-        """Try again what could not be written back, and wait for that."""
-        self.collect()
-        failed = list(self.errors)
+        failed = list(self.refused())
         for window in failed:
             self._write(window, ready=None)
         for window in failed:
             self._end_write(window)
 
     def settle(self) -> None:
-        """Wait for all transfers and forget what was read ahead; errors of writes are kept."""
+        self._wait_unloaded()
         self._coming.clear()
         for read in self._reads.values():
             read.exception()
@@ -117,20 +123,22 @@ class PageCache:
         for window in list(self._writes):
             self._end_write(window)
 
-    def collect(self) -> None:
-        """Take note of the writes that are through."""
-        for window in [window for window, write in self._writes.items() if write.done()]:
-            self._end_write(window)
-
     def forget(self) -> None:
-        """Take what was updated for gone: other bytes are the state now."""
         self.settle()
         self._dirty.clear()
-        self.errors.clear()
+        self._errors.clear()
 
     def close(self) -> None:
-        """End the threads, with what they were given."""
         self._pool.shutdown(wait=True)
+
+    def free(self) -> None:
+        return None
+
+    def _wait_unloaded(self) -> None:
+        """Wait until all updates are in the pages."""
+        for wait in self._unloads:
+            wait()
+        self._unloads.clear()
 
     def _tell_of_dirty_limit(self, num_bytes: int) -> None:
         limit_bytes = read_dirty_limit_bytes()
@@ -173,9 +181,9 @@ class PageCache:
         try:
             self._counters.written_bytes += _result(self._writes[window], window)
         except Exception as error:  # whatever it is, the thread that steps must hear it
-            self.errors[window] = error
+            self._errors[window] = error
         else:
-            self.errors.pop(window, None)
+            self._errors.pop(window, None)
             self._dirty.discard(window)
         del self._writes[window]
         self._counters.write_wait_s += time.perf_counter() - start

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from optstream.errors import OutOfSpaceError, WindowIOError
+from optstream.errors import OutOfSpaceError
 from optstream.memory import read_available_bytes
 from optstream.plan import Plan
 from optstream.store.base import Store
@@ -104,7 +104,7 @@ class Resident:
         self._transfers.wait(slot)
         self._transfers.counters.write_wait_s += time.perf_counter() - start
 
-    def release(self, slot: Slot, window: int, ready: Wait) -> None:
+    def give_back(self, slot: Slot, window: int, ready: Wait) -> None:
         """Keep what a window was updated to; `ready` blocks until it is in the slot."""
         with self._changed:
             self._transfers.stored.add(window)
@@ -112,11 +112,12 @@ class Resident:
 
     def abandon(self) -> None:
         """Drop an update that did not end, where the drive has the bytes from before."""
-        for slot in self._slots.values():
-            if slot.state is SlotState.BUSY and slot.newer:
-                slot.state = SlotState.READY
-            elif slot.state is SlotState.BUSY:
-                slot.put(SlotState.FREE, None)
+        with self._changed:
+            for slot in self._slots.values():
+                if slot.state is SlotState.BUSY and slot.newer:
+                    slot.state = SlotState.READY
+                elif slot.state is SlotState.BUSY:
+                    slot.put(SlotState.FREE, None)
 
     def forget(self) -> None:
         """Hold nothing: other bytes are the state now."""
@@ -150,13 +151,9 @@ class Resident:
         errors: dict[int, Exception] = {}
         for window, slot in self._slots.items():
             self._transfers.wait(slot)  # of a save before
-            if not slot.newer:
-                continue
-            try:
-                self._transfers.write(slot, window, {})
-            except WindowIOError as error:
-                errors[window] = error
-        return errors
+            if slot.newer:
+                self._transfers.write(slot, window, errors)
+        return dict(errors)
 
     def close(self) -> None:
         """Give the memory back."""

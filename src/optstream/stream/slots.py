@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from optstream.store.pages import map_private
+from optstream.units import PAGE_BYTES
 
-PAGE_BYTES = 4096
 NEVER = 2**62
 
 

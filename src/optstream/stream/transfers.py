@@ -35,10 +35,11 @@ class Transfers:
     Attributes:
         stored: windows that have state; the others are new and read as zeros.
         read_errors: by window.
+        then: see below.
         num_reading: windows that are being read.
 
     Ordering: transfers are started with `changed` held. So are they ended, and `then` is called
-    behind that unless the caller's own thread ended it.
+    behind that, with it held, unless the caller's own thread ended it.
     """
 
     def __init__(
@@ -46,7 +47,6 @@ class Transfers:
         store: Store,
         io_threads: int,
         changed: threading.Condition,
-        then: Callable[[], None],
     ) -> None:
         self.counters = Counters()
         self.stored: set[int] = set()
@@ -57,7 +57,7 @@ class Transfers:
         self._store = store
         self._io_threads = io_threads
         self._changed = changed
-        self._then = then
+        self.then: Callable[[], None] = lanes.nothing
         self._num_writes = 0
         self._pools: list[ThreadPoolExecutor] = []
 
@@ -107,9 +107,6 @@ class Transfers:
 
         Args:
             errors: gets the error.
-
-        Raises:
-            WindowWriteError: there is no fresh file for it; nothing was changed.
         """
         data = self._data(slot, window)
 
@@ -127,11 +124,16 @@ class Transfers:
                 errors[window] = error
                 slot.state = SlotState.DIRTY
 
-        self._store.prepare_write(window)
         self._num_writes += 1
         slot.used = self._num_writes
-        slot.state = SlotState.WRITING
         self.stored.add(window)
+        try:
+            self._store.prepare_write(window)
+        except Exception as error:  # no fresh file: the slot has the only copy
+            errors[window] = _of_window(error, window)
+            slot.state = SlotState.DIRTY
+            return
+        slot.state = SlotState.WRITING
         self._writing.add(window)
         self._start(window, data, self._store.write, slot.ready, done)
 
@@ -180,7 +182,7 @@ class Transfers:
             with self._changed:
                 end_piece()
                 if left == 0:
-                    self._then()
+                    self.then()
 
         pool = self._pools[self._store.drive(window)]
         for offset in offsets:

@@ -26,7 +26,7 @@ from optstream.errors import ModelChangedError, RankError, StateChangedError, Wi
 from optstream.plan import Plan
 from optstream.ram import Ram
 from optstream.store.base import Store
-from optstream.stream import open_stream
+from optstream.stream import Stream
 from optstream.streamed.headers import window_files
 from optstream.streamed.params import Bound, bind, gradient_source
 from optstream.streamed.roster import Roster
@@ -66,7 +66,7 @@ class StreamedState:
         self.store = store
         self._stranded = ""
         self._ram = ram
-        self.stream = open_stream(store, io_threads)
+        self.stream = Stream(store, io_threads)
         self._optimizer = optimizer
         self._updater = Updater(optimizer, codec_seed)
         self._backwards = False

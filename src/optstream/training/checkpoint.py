@@ -29,6 +29,7 @@ import torch
 from optstream import durable
 from optstream.distributed.ranks import Ranks
 from optstream.errors import CheckpointError, ConfigError, OutOfSpaceError
+from optstream.mounts import read_free_bytes
 from optstream.store.checks import remove_directories
 from optstream.training.trainer_state import TrainerState, read_trainer_state
 from optstream.training.updater import Updater
@@ -160,8 +161,8 @@ class Saves:
         """
         if self._keep is not None:
             num_checkpoints = min(num_checkpoints, self._keep + 1)
-        free = os.statvfs(self._directory)
-        free_bytes, needed_bytes = free.f_bavail * free.f_frsize, num_checkpoints * checkpoint_bytes
+        free_bytes = read_free_bytes(self._directory)
+        needed_bytes = num_checkpoints * checkpoint_bytes
         if needed_bytes > free_bytes:
             raise OutOfSpaceError(
                 errno.ENOSPC,

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import optstream
+from optstream.codecs import EXACT, SPLIT
 from optstream.errors import ConfigError
+from optstream.integrations.megatron.arguments import Storage
 from optstream.integrations.megatron.exhibit import (
     States,
     exhibited,
@@ -56,8 +58,7 @@ class StreamedChild:
         child: Any,
         label: str,
         directory: Path,
-        window: int,
-        ram: str,
+        storage: Storage,
         names: Mapping[int, str],
         metrics: Path | None,
     ) -> None:
@@ -78,7 +79,12 @@ class StreamedChild:
         gradients = Gradients(child, self._held)
         self._over = OverModelParams(self._inner, self._held, names, gradients)
         self.streamed = optstream.offload(
-            self._over.optimizer, directory, window=window, ram=ram, metrics=metrics
+            self._over.optimizer,
+            directory,
+            window=storage.window,
+            ram=storage.ram,
+            codec=self._codec(storage.codec),
+            metrics=metrics,
         )
         self._move_masters()
         self._rebind()
@@ -90,6 +96,11 @@ class StreamedChild:
                     f"a master of shape {tuple(one.tensor.shape)} shares its storage with others "
                     "(fp8 parameters?) and cannot be moved to the drive"
                 )
+
+    def _codec(self, asked: str) -> str:
+        # a rank may have been dealt none of the parameters that `split` is for
+        narrow = [one for group in self._held for one in group if one.is_bfloat16]
+        return EXACT if asked == SPLIT and not narrow else asked
 
     def _move_masters(self) -> None:
         """Put what the child holds into windows; only the gradients' places remain of masters."""
@@ -219,6 +230,7 @@ class StreamedChild:
             self._shown = False
 
     def _snapshot(self) -> States:
+        self._over.pull()  # split masters are rebuilt from today's parameters
         return unpacked(self.streamed.state_dict())
 
     def _scratch_copy(self) -> States:

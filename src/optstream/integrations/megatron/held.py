@@ -37,6 +37,11 @@ class Held:
         return self.tensor is not self.param
 
     @property
+    def is_bfloat16(self) -> bool:
+        """Whether it is the master of a bfloat16 parameter."""
+        return self.has_master and self.param.dtype == torch.bfloat16
+
+    @property
     def reduces_narrow(self) -> bool:
         """Whether DDP reduces its gradient in less than float32."""
         reduced = getattr(self.param, "main_grad", None)

@@ -66,6 +66,7 @@ class OverModelParams:
                 }
                 for g, group in enumerate(held)
             ],
+            is_share=True,
             gradient_of=lambda target: self._today.get(id(target)),
         )
         kinds = {kind.__name__ for kind in type(inner).__mro__}

@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optstream.codecs import SPLIT
 from optstream.errors import ConfigError
-from optstream.integrations.megatron.arguments import given_directory
+from optstream.integrations.megatron.arguments import (
+    DEFAULTS,
+    FP32,
+    MOMENT_DTYPES,
+    given_directory,
+)
 
 _FLAG = "--stream-optimizer-state-to-disk"
 
@@ -31,9 +37,16 @@ def _off(name: str) -> Callable[[Any], bool]:
 
 def _sharded(name: str) -> Callable[[Any], bool]:
     """Return whether ranks share the state; with one of them there is nothing to share."""
-    return lambda args: (
-        bool(getattr(args, name, False)) or getattr(args, "data_parallel_size", 1) == 1
-    )
+    return lambda args: bool(getattr(args, name, False)) or _num_replicas(args) == 1
+
+
+def _num_replicas(args: Any) -> int:
+    """Return how many ranks have the same parameters: context-parallel ones do, too."""
+    return int(getattr(args, "data_parallel_size", 1) * getattr(args, "context_parallel_size", 1))
+
+
+def _moment_dtype(args: Any) -> str:
+    return str(getattr(args, "stream_optimizer_state_moment_dtype", FP32))
 
 
 _ALL = (
@@ -86,9 +99,13 @@ _ALL = (
         f"at most 1; to keep all of it in memory drop {_FLAG}",
     ),
     Requirement(
-        lambda args: getattr(args, "stream_optimizer_state_moment_dtype", "fp32") == "fp32",
-        "--stream-optimizer-state-moment-dtype: state in fewer bytes cannot be put in checkpoints "
-        "in this version; leave it at fp32",
+        lambda args: _moment_dtype(args) in MOMENT_DTYPES,
+        f"--stream-optimizer-state-moment-dtype is one of {', '.join(MOMENT_DTYPES)}",
+    ),
+    Requirement(
+        lambda args: _moment_dtype(args) != SPLIT or getattr(args, "bf16", False),
+        "--stream-optimizer-state-moment-dtype split stores masters of bfloat16 parameters in "
+        "fewer bytes, and there are none without --bf16; set that, or leave it at fp32",
     ),
     Requirement(
         lambda args: getattr(args, "offload_train_disk_chunk_mb", 256) >= 1,
@@ -96,6 +113,28 @@ _ALL = (
         "give at least 1 (256 is the default)",
     ),
 )
+
+_NO_SCALED_GRADIENTS = Requirement(
+    _off("fp16"), "Muon cannot be trained with --fp16, whose gradients are scaled; use --bf16"
+)
+_MASTERS = Requirement(
+    lambda args: getattr(args, "bf16", False),
+    "Megatron's layer-wise optimizer cannot be trained without --bf16; set it",
+)
+_KNOWN_MOMENTS = Requirement(
+    lambda args: _moment_dtype(args) in (FP32, SPLIT),
+    "nothing is known of its second moments that would allow to store them in fewer bytes; give "
+    "--stream-optimizer-state-moment-dtype split or fp32",
+)
+_MUON = (
+    Requirement(
+        _sharded("use_layer_wise_distributed_optimizer"),
+        "without --use-distributed-optimizer every data-parallel rank would write the whole "
+        "state to its drive; set it, or use --optimizer dist_muon",
+    ),
+    _NO_SCALED_GRADIENTS,
+)
+_DIST_MUON = (_NO_SCALED_GRADIENTS, _MASTERS)
 
 _FAMILIES: Mapping[str, Sequence[Requirement]] = {
     "adam": (
@@ -105,27 +144,12 @@ _FAMILIES: Mapping[str, Sequence[Requirement]] = {
             "state to its drive; set it",
         ),
     ),
-    "muon": (
-        Requirement(
-            _sharded("use_layer_wise_distributed_optimizer"),
-            "without --use-distributed-optimizer every data-parallel rank would write the whole "
-            "state to its drive; set it, or use --optimizer dist_muon",
-        ),
-        Requirement(
-            _off("fp16"),
-            "Muon cannot be trained with --fp16, whose gradients are scaled; use --bf16",
-        ),
-    ),
-    "dist_muon": (
-        Requirement(
-            _off("fp16"),
-            "Muon cannot be trained with --fp16, whose gradients are scaled; use --bf16",
-        ),
-    ),
+    "muon": _MUON,
+    "dist_muon": _DIST_MUON,
+    "adaptive_muon": (*_MUON, _KNOWN_MOMENTS),
+    "dist_adaptive_muon": (*_DIST_MUON, _KNOWN_MOMENTS),
 }
-"""By `--optimizer`; siblings of Muon have its requirements."""
-
-_SIBLINGS = {"adaptive_muon": "muon", "dist_adaptive_muon": "dist_muon"}
+"""By `--optimizer`."""
 
 
 def validate(args: Any) -> None:
@@ -137,28 +161,21 @@ def validate(args: Any) -> None:
     if not getattr(args, "stream_optimizer_state_to_disk", False):
         _check_not_inert(args)
         return
-    family = _SIBLINGS.get(args.optimizer, args.optimizer)
-    if family not in _FAMILIES:
-        known = ", ".join((*_FAMILIES, *_SIBLINGS))
+    if args.optimizer not in _FAMILIES:
         raise ConfigError(
-            f"{_FLAG} streams --optimizer {known}, not {args.optimizer}; choose one, or drop the "
-            "flag"
+            f"{_FLAG} streams --optimizer {', '.join(_FAMILIES)}, not {args.optimizer}; choose "
+            "one, or drop the flag"
         )
-    for requirement in (*_ALL, *_FAMILIES[family]):
+    for requirement in (*_ALL, *_FAMILIES[args.optimizer]):
         if not requirement.holds(args):
             raise ConfigError(f"{_FLAG} with --optimizer {args.optimizer}: {requirement.wrong}")
     given_directory(args)
 
 
 def _check_not_inert(args: Any) -> None:
-    given = {
-        "--offload-train-disk-dir": getattr(args, "offload_train_disk_dir", None),
-        "--stream-optimizer-state-metrics-dir": getattr(
-            args, "stream_optimizer_state_metrics_dir", None
-        ),
-    }
-    for flag, value in given.items():
-        if value:
+    for name, default in DEFAULTS.items():
+        flag = "--" + name.replace("_", "-")
+        if getattr(args, name, default) != default:
             raise ConfigError(
                 f"{flag} does nothing without {_FLAG}; set that as well, or drop {flag}"
             )

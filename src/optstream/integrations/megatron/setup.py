@@ -11,15 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from optstream.errors import ConfigError
-from optstream.integrations.megatron.arguments import (
-    resident_share,
-    state_directory,
-    window_bytes,
-)
+from optstream.integrations.megatron.arguments import state_directory, storage
 from optstream.integrations.megatron.child import StreamedChild
 from optstream.integrations.megatron.held import children
 from optstream.integrations.megatron.requirements import validate
 from optstream.report import StepReport, process_rank
+from optstream.store.claim import purge_stale
 
 log = logging.getLogger("optstream")
 
@@ -90,6 +87,7 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
         raise ConfigError("setup() was called for this optimizer already; once is enough")
     rank = process_rank()
     directory = state_directory(args, role, rank)
+    _purge_stale(directory.parent)
     metrics = getattr(args, "stream_optimizer_state_metrics_dir", None)
     names = _names(optimizer)
     with contextlib.ExitStack() as undo:
@@ -101,8 +99,7 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
                     child,
                     label,
                     directory / label,
-                    window_bytes(args),
-                    resident_share(args),
+                    storage(args),
                     names,
                     _metrics_file(metrics, role, rank, label),
                 )
@@ -113,6 +110,12 @@ def setup(args: Any, optimizer: Any, role: str = "") -> Streamed | None:
         undo.pop_all()
     optimizer.optstream = Streamed(streamed)
     return optimizer.optstream  # type: ignore[no-any-return]
+
+
+def _purge_stale(of_role: Path) -> None:
+    """Remove what dead runs have left, also on more ranks, or with another optimizer."""
+    for directory in of_role.glob("rank*/*"):
+        purge_stale(directory)
 
 
 def _names(optimizer: Any) -> dict[int, str]:
