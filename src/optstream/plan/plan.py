@@ -33,8 +33,8 @@ OVERHEAD_BYTES = 32 * 2**20
 """Threads, Python objects and allocator slack: what does not depend on windows or the model."""
 
 PARAM_BYTES, EXTENT_BYTES, WINDOW_BYTES = 6 * 2**10, 3 * 2**10, 8 * 2**10
-"""For each in the plan: names, specs, headers, files, and the manifest of a save or a load; measured
-with names of 50 characters (tests/memory)."""
+"""For each planned: names, specs, headers, files, and the manifest of a save or a load; measured
+where names have 50 characters (tests/memory)."""
 
 DEVICE_OVERHEAD_BYTES = 16 * 2**20
 """On an accelerator: comparing masters with their parameters, and the allocator's rounding."""
