@@ -22,7 +22,7 @@ class MemoryGroup:
 
     def __init__(self) -> None:
         name = f"optstream-{os.getpid()}-{next(_numbers)}"
-        version, parent = _find_parent()
+        version, parent = find_parent("memory", "memory")
         self.directory = parent / name
         self._limit_file = "memory.limit_in_bytes" if version == 1 else "memory.max"
         try:
@@ -52,23 +52,27 @@ class MemoryGroup:
             self.directory.rmdir()
 
 
-def _find_parent() -> tuple[int, Path]:
-    """Return the version, and the directory that a group can be made in."""
+def find_parent(controller_v1: str, controller_v2: str) -> tuple[int, Path]:
+    """Return the version, and the directory that a group can be made in.
+
+    Raises:
+        NoGroupError: the controller is mounted in neither version.
+    """
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for mount in read_mounts().values():
         for number, controllers, path in lines:
             own = Path(mount.point) / os.path.relpath(path, mount.root)
-            if mount.kind == "cgroup" and "memory" in mount.options:
-                if "memory" in controllers.split(","):
+            if mount.kind == "cgroup" and controller_v1 in mount.options:
+                if controller_v1 in controllers.split(","):
                     return 1, own
-            elif mount.kind == "cgroup2" and number == "0" and _has_memory(own):
+            elif mount.kind == "cgroup2" and number == "0" and _has(own, controller_v2):
                 # a group with processes of its own can have no groups with controllers below it
                 return 2, own if own == Path(mount.point) else own.parent
-    raise NoGroupError("no memory cgroups are mounted here")
+    raise NoGroupError(f"no {controller_v2} cgroups are mounted here")
 
 
-def _has_memory(own: Path) -> bool:
+def _has(own: Path, controller: str) -> bool:
     try:
-        return "memory" in (own / "cgroup.controllers").read_text().split()
+        return controller in (own / "cgroup.controllers").read_text().split()
     except OSError:
         return False

@@ -7,6 +7,7 @@
     python benchmarks/step.py DIR --only small        # 20000 parameters of 64 elements, and plain
     python benchmarks/step.py DIR --only muon         # Muon streamed against Muon in memory
     python benchmarks/step.py DIR --codec split bf16 int8   # against exact, bfloat16 parameters
+    python benchmarks/step.py DIR --drive-bandwidth 100MB/s ...   # as on a slower drive
 
 Ratios are of medians over rounds of one run in which the contestants take turns (A B C A B C ...):
 drives and machines are shared and their speed drifts.
@@ -25,9 +26,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
+from pathlib import Path
 
 import torch
+from codec_steps import compare
 from contest import make_params, run_rounds
+from slow_drive import slow_drive
 
 import optstream
 from optstream.optimizer import StreamedOptimizer
@@ -198,56 +202,31 @@ def muon(args: argparse.Namespace) -> None:
     )
 
 
-def codecs(args: argparse.Namespace, name: str) -> None:
-    """Time a step with each codec against exact; the bytes say what it should take.
-
-    SGD keeps what Muon keeps, a master and a momentum, and waits for the drive only.
-    """
-    num_params = parse_bytes(args.state) // (STATE_BYTES_PER_PARAM[name] + 4)
-    with contextlib.ExitStack() as closing:
-        contests = {}
-        for codec in ("exact", *args.codec):
-            params = [torch.nn.Parameter(p.bfloat16()) for p in make_params(num_params)]
-            for param in params:
-                param.grad = torch.full_like(param, 1e-3)
-            inner = make_optimizer(name, params)
-            streamed = optstream.offload(inner, args.directory, window=args.windows[0], codec=codec)
-            closing.enter_context(contextlib.closing(streamed))
-            streamed.step()
-            contests[codec] = Contest(streamed, 4)
-        calls = {
-            f"{kind} {codec}": getattr(contest, kind)
-            for codec, contest in contests.items()
-            for kind in ("step", "drive")
-        }
-        seconds = {key: statistics.median(v) for key, v in run_rounds(calls, args.rounds).items()}
-    for codec, contest in contests.items():
-        plan = contest.streamed.plan
-        exact = contests["exact"].streamed.plan.data_bytes
-        faster = seconds["step exact"] / seconds[f"step {codec}"]
-        print(
-            f"{name:6} {codec:16} {plan.state_bytes / num_params:6.2f} B a parameter "
-            f"{seconds[f'step {codec}']:7.2f} s, {faster:5.2f} times as fast as exact, its bytes "
-            f"predict {exact / plan.data_bytes:5.2f}; the drive alone "
-            f"{seconds[f'drive {codec}']:7.2f} s",
-            flush=True,
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", help="a directory on the drive to measure")
     parser.add_argument("--state", default="4GiB")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "sgd"])
+    parser.add_argument("--drive-bandwidth", help="hold the drive to it, each way: 100MB/s")
     parser.add_argument("--windows", nargs="+", default=["64MiB", "128MiB", "256MiB"])
     parser.add_argument("--threads", nargs="+", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codec", nargs="+", choices=CODECS, help="only these, against exact")
     parser.add_argument("--only", choices=["drive", "memory", "linear", "small", "muon"])
     args = parser.parse_args()
+    with contextlib.ExitStack() as held:
+        if args.drive_bandwidth:
+            bytes_per_s = parse_bytes(args.drive_bandwidth.removesuffix("/s"))
+            held.enter_context(slow_drive(Path(args.directory), bytes_per_s))
+            print(f"the kernel lets {format_bytes(bytes_per_s)}/s through, each way", flush=True)
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
     if args.codec:
+        state_bytes, window = parse_bytes(args.state), args.windows[0]
         for name in args.optimizers:
-            codecs(args, name)
+            compare(name, args.codec, Path(args.directory), state_bytes, window, args.rounds)
         return
     if args.only in (None, "drive"):
         print("rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,15 +180,28 @@ def test_no_space_for_a_second_generation(
 @ON_DRIVE
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_full_drive_is_saved_to_another_one(
-    store: str, wait: bool, mounted: Callable[..., Path], tmp_path: Path
+    store: str,
+    wait: bool,
+    mounted: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies that are made before the next step need no second generation."""
+    real: Any = placing._copy
+    delays = iter([0.2])
+
+    def copy(*args: Any) -> None:
+        time.sleep(next(delays, 0))
+        real(*args)
+
+    monkeypatch.setattr(placing, "_copy", copy)
     drive = mounted("ext4", mib=16)
     shapes = ((1_000_000,),)
     params, optimizer = streamed(drive / "live", shapes=shapes, store=store)
     with optimizer:
         go_on(params, optimizer, range(2))
-        optimizer.save(tmp_path / "checkpoint", wait=wait).wait()
+        saving = optimizer.save(tmp_path / "checkpoint", wait=wait)
+        assert saving.done
         go_on(params, optimizer, [2])
         go_on(params, optimizer, [3])
     assert_same_bits(weights(params), after(4, shapes=shapes))

@@ -62,7 +62,7 @@ def without_exchange(monkey: Any) -> None:
 
 
 def save_and_die(root: Path, killer: Killer, older: bool, exchange: bool) -> None:
-    """Save over an older checkpoint, or for the first time; killed at one call."""
+    """Step and save, over an older checkpoint or for the first time; killed at one call."""
     from optstream import durable
 
     if not exchange:
@@ -73,10 +73,10 @@ def save_and_die(root: Path, killer: Killer, older: bool, exchange: bool) -> Non
         if older:
             optimizer.save(root / "checkpoint")
             torch.save(weights(params), root / "older.pt")
-        go_on(params, optimizer, [2])
-        torch.save(weights(params), root / "newer.pt")
-        optimizer._state.stream.drain()  # else it is chance which calls the step still makes
+        optimizer._state.stream.drain()  # else it is chance which calls that step still makes
         killer.armed = True
+        go_on(params, optimizer, [2])  # whose writes the save finds under way
+        torch.save(weights(params), root / "newer.pt")
         optimizer.save(root / "checkpoint")
         killer.armed = False
 

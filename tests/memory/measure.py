@@ -34,12 +34,14 @@ class Case:
         make: returns the optimizer.
         shape, dtype: of each parameter.
         state_bytes: of each element.
+        codec: of the state.
     """
 
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     state_bytes: int
     shape: tuple[int, int] = (1024, 1024)
     dtype: torch.dtype = torch.float32
+    codec: str = "exact"
 
 
 def adamw_named(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -50,6 +52,7 @@ def adamw_named(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 BF16 = torch.bfloat16
 TALL = (2048, 64)
+LONG = (8192, 1024)
 CASES = {
     "adamw-for": Case(lambda p: torch.optim.AdamW(p, foreach=False), 8),
     "adamw-foreach": Case(lambda p: torch.optim.AdamW(p, foreach=True), 8),
@@ -63,6 +66,9 @@ CASES = {
     "adafactor-bf16": Case(lambda p: torch.optim.Adafactor(p), 4, shape=(512, 512), dtype=BF16),
     "muon": Case(lambda p: optstream.Muon(p, ns_steps=1), 4, shape=TALL),
     "muon-bf16": Case(lambda p: optstream.Muon(p, ns_steps=1), 8, shape=TALL, dtype=BF16),
+    "adamw-split": Case(lambda p: torch.optim.AdamW(p, fused=True), 10, LONG, BF16, "split"),
+    "adamw-int8": Case(lambda p: torch.optim.AdamW(p, fused=True), 4, LONG, BF16, "int8"),
+    "muon-int8": Case(lambda p: optstream.Muon(p, ns_steps=1), 3, TALL, BF16, "int8"),
 }
 
 
@@ -139,7 +145,7 @@ def main() -> None:
     inner = case.make(params)
     memory = Memory()
     memory.start()
-    optimizer = optstream.offload(inner, directory, window=window, ram=ram)
+    optimizer = optstream.offload(inner, directory, window=window, ram=ram, codec=case.codec)
     wrapping_bytes = memory.take_peak()
     step_bytes = []
     for _ in range(int(num_steps)):
