@@ -16,6 +16,8 @@ drives and machines are shared and their speed drifts.
     drive     the same windows read and written by the same threads, no update at all
     serial    the same windows one after another, by the same threads: nothing overlapped
     plain     a plain loop: one thread reads, updates and writes each window
+    buffered  the same with ordinary file calls: readinto, update, write, fdatasync, and the page
+              cache dropped so that memory stays bounded; on files of its own, of the same size
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import attrgetter
 from pathlib import Path
 
 import torch
+from buffered import BufferedFiles
 from codec_steps import compare
 from contest import make_params, run_rounds
 from slow_drive import slow_drive
@@ -37,9 +39,12 @@ import optstream
 from optstream.optimizer import StreamedOptimizer
 from optstream.store.base import PIECE_BYTES
 from optstream.stream.slots import allocate
-from optstream.streamed.params import bind
+from optstream.streamed.params import bind, gradient_source
 from optstream.training.config import CODECS
 from optstream.units import format_bytes, parse_bytes
+
+Transfer = Callable[[int, int], None]
+"""Moves a window (its index, its bytes) between its file and the slot."""
 
 STATE_BYTES_PER_PARAM = {"adamw": 8, "sgd": 4}
 
@@ -72,15 +77,30 @@ class Contest:
 
     def loop(self, threads: int) -> None:
         """Read, update and write one window after another."""
+        store = self.streamed._state.store
+        self._loop(
+            lambda index, size: self._move(threads, store.read, index, size),
+            lambda index, size: self._move(threads, store.write, index, size),
+        )
+
+    def buffered(self, files: BufferedFiles) -> None:
+        """Do the same with other files."""
+        self._loop(
+            lambda index, size: files.read(index, self.slot.memory[:size]),
+            lambda index, size: files.write(index, self.slot.memory[:size]),
+        )
+
+    def _loop(self, read: Transfer, write: Transfer) -> None:
         state, plan = self.streamed._state, self.streamed.plan
-        bound = bind(plan.params, self.streamed.param_groups, attrgetter("grad"))
+        groups = self.streamed.param_groups
+        bound = bind(plan.params, groups, gradient_source(self.streamed._optimizer))
         with torch.no_grad():
             for index, window in enumerate(plan.windows):
-                self._move(threads, state.store.read, index, window.data_bytes)
+                read(index, window.data_bytes)
                 data = self.slot.tensor[: window.data_bytes]
                 state._updater.update(plan, window, data, bound)
-                self._move(threads, state.store.write, index, window.data_bytes)
-        state._updater.commit(self.streamed.param_groups)
+                write(index, window.data_bytes)
+        state._updater.commit(groups)
 
     def _move(
         self, threads: int, transfer: Callable[..., None], window: int, num_bytes: int
@@ -93,19 +113,23 @@ class Contest:
 
 def against_drive(args: argparse.Namespace, name: str, window: str, threads: int) -> None:
     params = make_params(parse_bytes(args.state) // STATE_BYTES_PER_PARAM[name])
-    with contextlib.closing(
-        optstream.offload(
-            make_optimizer(name, params), args.directory, window=window, io_threads=threads
+    with contextlib.ExitStack() as closing:
+        streamed = closing.enter_context(
+            optstream.offload(
+                make_optimizer(name, params), args.directory, window=window, io_threads=threads
+            )
         )
-    ) as streamed:
         streamed.step()
         contest = Contest(streamed, threads)
+        sizes = [window.data_bytes for window in streamed.plan.windows]
+        files = closing.enter_context(contextlib.closing(BufferedFiles(args.directory, sizes)))
         seconds = run_rounds(
             {
                 "step": contest.step,
                 "drive": contest.drive,
                 "serial": lambda: contest.loop(threads),
                 "plain": lambda: contest.loop(1),
+                "buffered": lambda: contest.buffered(files),
             },
             args.rounds,
         )
@@ -115,7 +139,8 @@ def against_drive(args: argparse.Namespace, name: str, window: str, threads: int
             f"{name:6} {window:>7} {threads:7} {streamed.plan.num_windows:8} "
             f"{median['step']:7.2f} {moved / median['step'] / 1e9:6.2f} "
             f"{median['drive'] / median['step']:11.2f} {median['serial'] / median['step']:12.2f} "
-            f"{median['plain'] / median['step']:11.2f}",
+            f"{median['plain'] / median['step']:11.2f} "
+            f"{median['buffered'] / median['step']:17.2f}",
             flush=True,
         )
 
@@ -229,7 +254,10 @@ def run(args: argparse.Namespace) -> None:
             compare(name, args.codec, Path(args.directory), state_bytes, window, args.rounds)
         return
     if args.only in (None, "drive"):
-        print("rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain")
+        print(
+            "rule    window threads  windows  step s   GB/s  step/drive  step/serial  step/plain  "
+            "against buffered"
+        )
         for name in args.optimizers:
             for window in args.windows:
                 for threads in args.threads:

@@ -31,6 +31,10 @@ class StateChangedError(OffloadError, RuntimeError):
     """The wrapped optimizer changed its state in a way that streaming cannot follow."""
 
 
+class OffloadedError(OffloadError, RuntimeError):
+    """The wrapped optimizer was called where only the one that `offload` returned has the state."""
+
+
 class ClosedError(OffloadError, RuntimeError):
     """The optimizer was closed; its files are gone."""
 

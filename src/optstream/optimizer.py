@@ -7,6 +7,7 @@ one window of state after another, update each, send what is new.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -19,16 +20,19 @@ from torch.optim import Optimizer
 from optstream.checkpoint.directory import checkpoint_path
 from optstream.checkpoint.match import by_name
 from optstream.distributed.agreement import check_same
-from optstream.distributed.place import Place, release
+from optstream.distributed.place import Place
 from optstream.errors import CheckpointError, ClosedError, ConfigError, WindowIOError
 from optstream.plan import Plan
 from optstream.report import Reporter, StepReport
 from optstream.stream.background import Background
+from optstream.streamed import lifetime
 from optstream.streamed.loading import Loader
 from optstream.streamed.saving import Saver
+from optstream.streamed.scaling import LossScale, divides_scale
 from optstream.streamed.state import StreamedState
 from optstream.streamed.view import StateView
 
+log = logging.getLogger("optstream")
 StrPath = str | os.PathLike[str]
 
 
@@ -66,17 +70,30 @@ class StreamedOptimizer(Optimizer):
         self._total_s = 0.0
         self._saver = Saver(optimizer, state)
         self._loader = Loader(optimizer, state)
+        self._scale = LossScale(self, optimizer)
         state.extend()
-        self._take_existing_state()
+        existing = state.roster.existing_states()
+        if existing:
+            state.put(existing)
         self._finalizer = weakref.finalize(
-            self, _close, self._saver.background, state, reporter, places, os.getpid()
+            self, lifetime.end, self._saver.background, state, reporter, places, os.getpid()
         )
-        optimizer._offloaded = self._finalizer  # type: ignore[attr-defined]
+
+    def take_over(self) -> None:
+        """Let the wrapped optimizer keep no state and step no more; on all ranks, or on none."""
+        self._optimizer.state.clear()
+        self._optimizer._offloaded = self._finalizer  # type: ignore[attr-defined]
+        lifetime.bar(self._optimizer)
 
     @property
     def plan(self) -> Plan:
         """Windows and their cost in bytes."""
         return self._state.plan
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks: whether the wrapped optimizer divides by the scale itself."""
+        return divides_scale(self._optimizer)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -103,9 +120,15 @@ class StreamedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # a scheduler made before wrapping looks there and warns of a wrong order otherwise
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._scale.overflowed(self._state.ranks):
+            log.info("step skipped: a gradient is infinite or not a number")
+            return loss
         start = time.perf_counter()
         try:
-            num_windows = self._state.step(self._reporter.next_step)
+            with self._scale.handed_on():
+                num_windows = self._state.step(self._reporter.next_step)
         finally:
             self._total_s += time.perf_counter() - start
         self._make_report(num_windows)
@@ -114,13 +137,7 @@ class StreamedOptimizer(Optimizer):
         return loss
 
     def _make_report(self, num_windows: int) -> None:
-        totals = {
-            **vars(self._state.stream.counters),
-            "update_s": self._state.update_s,
-            "exchanged_bytes": self._state.ranks.exchanged_bytes,
-            "exchange_wait_s": self._state.exchange_wait_s,
-            "total_s": self._total_s,
-        }
+        totals = {**self._state.totals(), "total_s": self._total_s}
         self.report = self._reporter.report(num_windows, self.plan.resident_bytes, totals)
 
     def _check_writes(self) -> None:
@@ -138,7 +155,8 @@ class StreamedOptimizer(Optimizer):
 
         Raises:
             StoreError: no space for it; the group was not added.
-            ConfigError: a name that another parameter has; the group was not added.
+            ConfigError: a name that another parameter has, or a parameter on the meta device; the
+                group was not added.
         """
         self._check_open()
         self._optimizer.add_param_group(param_group)
@@ -151,15 +169,6 @@ class StreamedOptimizer(Optimizer):
             self.param_groups.pop()
             roster.name_groups()
             raise
-
-    def _take_existing_state(self) -> None:
-        """Move what the optimizer has in memory to the store."""
-        params = {index: self._state.roster.param(index) for index in range(len(self.plan.params))}
-        kept = self._optimizer.state
-        existing = {index: dict(kept[p]) for index, p in params.items() if kept.get(p)}
-        if existing:
-            self._state.put(existing)
-        self._optimizer.state.clear()
 
     # -- state as tensors ----------------------------------------------
 
@@ -264,7 +273,11 @@ class StreamedOptimizer(Optimizer):
     # -- lifetime ----------------------------------------------
 
     def close(self) -> None:
-        """Wait for the last writes, end the threads and remove the files. May be called twice."""
+        """Wait for the last writes, end the threads and remove the files; may be called twice.
+
+        Directories that were made for the state go too when nothing is in them. The wrapped
+        optimizer is a plain one again, without state: wrap it anew, or give it a state_dict.
+        """
         self._finalizer()
 
     def __enter__(self) -> StreamedOptimizer:
@@ -290,21 +303,3 @@ class StreamedOptimizer(Optimizer):
             "a streamed optimizer cannot be copied or pickled: its state is in files that one "
             "process holds"
         )
-
-
-def _close(
-    saving: Background,
-    state: StreamedState,
-    reporter: Reporter,
-    places: Sequence[Place],
-    owner: int,
-) -> None:
-    # a forked child inherits the object, not the threads; the files are the parent's
-    if os.getpid() == owner:
-        try:
-            saving.wait()
-        finally:
-            state.stream.close()
-            reporter.close()
-            release(places)
-            state.ranks.close()

@@ -103,9 +103,12 @@ class Reporter:
         self._totals: dict[str, float] = {}
         self._memory = MemoryMeter()
         self._file: IO[str] | None = None
+        self._made: Path | None = None
         if metrics is not None:
             try:
-                self._file = metrics_path(metrics, rank, num_ranks).open("a", encoding="utf-8")
+                path = metrics_path(metrics, rank, num_ranks).absolute()
+                self._made = None if path.exists() else path
+                self._file = path.open("a", encoding="utf-8")
             except (OSError, TypeError, ValueError) as error:
                 cause = error.strerror if isinstance(error, OSError) else error
                 raise ConfigError(
@@ -155,7 +158,12 @@ class Reporter:
             self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full drive, of which `_write_line` told
-                self._file.close()
-            self._file = None
+        """Close the file; one that was made here and got no line is removed."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):  # a full drive, of which `_write_line` told
+            self._file.close()
+        self._file = None
+        with contextlib.suppress(OSError):
+            if self._made is not None and self._made.stat().st_size == 0:
+                self._made.unlink()

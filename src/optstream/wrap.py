@@ -48,7 +48,8 @@ def offload(
 ) -> StreamedOptimizer:
     """Move a torch optimizer's state to files and stream it during `step()`.
 
-    The result replaces `optimizer` everywhere (schedulers, scalers, clipping). All file space is
+    The result replaces `optimizer` everywhere (schedulers, scalers, clipping); until it is closed,
+    `optimizer` itself refuses `step`, `state_dict` and `load_state_dict`. All file space is
     reserved here; state the optimizer holds already is moved to the files.
 
     Args:
@@ -78,7 +79,7 @@ def offload(
         codec_seed: of random rounding in "bf16-stochastic".
 
     Raises:
-        ConfigError: an argument that cannot be used.
+        ConfigError: an argument that cannot be used; parameters on the meta device.
         UnsupportedOptimizerError: the optimizer cannot be streamed; the message says why.
         StoreError: the directory cannot hold the state; nothing is left there.
         RankError: another rank failed, or has another model or other arguments.
@@ -105,6 +106,7 @@ def offload(
             roster = Roster(
                 optimizer, ranks, window_bytes, master_weights, model, CodecChoice(codec)
             )
+            roster.check_materialised()
             arguments = {
                 "the optimizer": type(optimizer).__name__,
                 "window": str(window_bytes),
@@ -121,6 +123,7 @@ def offload(
             reporter = Reporter(name, rank, ranks.size, metrics)
             undo.callback(reporter.close)
             streamed = StreamedOptimizer(optimizer, state, reporter, places)
+        streamed.take_over()
         undo.pop_all()
     return streamed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 import optstream
+from optstream.errors import StateChangedError
+from optstream.streamed.state import StreamedState
 
 STORES = pytest.mark.parametrize("store", ["direct", "mapped", "memory"])
 
@@ -85,6 +88,76 @@ def test_use_after_close(store: str, tmp_path: Path) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     optimizer.zero_grad()
     assert optimizer.plan.num_windows > 0
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+@pytest.mark.parametrize("store", ["direct", "mapped"])
+def test_directories_that_were_made_are_removed(store: str, role: str, tmp_path: Path) -> None:
+    directories = [tmp_path / "a" / "b", tmp_path / "c"]
+    params = [nn.Parameter(torch.ones(100, 300))]
+    inner = torch.optim.AdamW(params)
+    optstream.offload(inner, directories, window="64KiB", store=store, role=role).close()
+    assert not list(tmp_path.iterdir())
+    for directory in directories:
+        directory.mkdir(parents=True)
+    optstream.offload(inner, directories, window="64KiB", store=store, role=role).close()
+    for directory in directories:
+        directory.rmdir()
+    (tmp_path / "a").rmdir()
+
+
+def test_a_directory_with_something_in_it_stays(tmp_path: Path) -> None:
+    optimizer = stepped(tmp_path / "state")
+    optimizer.save(tmp_path / "state" / "checkpoint")
+    optimizer.close()
+    optstream.verify(tmp_path / "state" / "checkpoint")
+    shutil.rmtree(tmp_path / "state")
+
+
+def test_one_that_shares_a_directory_goes_on_without_it(tmp_path: Path) -> None:
+    """Its files have no names, so that the directory looks empty when the first one closes."""
+    first, second = stepped(tmp_path / "state"), stepped(tmp_path / "state")
+    first.close()
+    second.step()
+    second.save(tmp_path / "state" / "checkpoint")
+    second.step()
+    optstream.verify(tmp_path / "state" / "checkpoint")
+    shutil.rmtree(tmp_path / "state" / "checkpoint")
+    second.close()
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("role", ["", "actor"])
+@pytest.mark.parametrize("store", ["direct", "mapped"])
+def test_a_wrap_that_fails_late(
+    store: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All space is reserved by then and all files are open."""
+
+    def fail(state: StreamedState, states: object) -> None:
+        raise StateChangedError("as told")
+
+    param = nn.Parameter(torch.ones(100, 300))
+    inner = torch.optim.SGD([param], momentum=0.9)
+    param.grad = torch.ones_like(param)
+    inner.step()
+    monkeypatch.setattr(StreamedState, "put", fail)
+    metrics = tmp_path / "metrics.jsonl"
+    with pytest.raises(StateChangedError):
+        optstream.offload(inner, tmp_path / "a" / "b", store=store, role=role, metrics=metrics)
+    assert not list(tmp_path.iterdir())
+    assert inner.state[param]["momentum_buffer"].all()
+    inner.step()
+
+
+def test_metrics_without_a_line_are_removed_if_they_were_made(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(4))], momentum=0.9)
+    optstream.offload(inner, tmp_path, metrics=metrics).close()
+    assert not metrics.exists()
+    metrics.touch()
+    optstream.offload(inner, tmp_path, metrics=metrics).close()
+    metrics.unlink()
 
 
 def test_close_before_any_step(tmp_path: Path) -> None:

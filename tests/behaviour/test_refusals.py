@@ -50,6 +50,35 @@ def test_sparse_parameters(tmp_path: Path) -> None:
         optstream.offload(torch.optim.SGD([sparse]), tmp_path)
 
 
+def meta_model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_parameters_without_values(named: bool, frozen: bool, tmp_path: Path) -> None:
+    model = meta_model().requires_grad_(not frozen)
+    first = "0.weight" if named else "group0.param0"
+    why = rf"parameter {first} and 3 more are on the meta device.*model\.to_empty"
+    with pytest.raises(optstream.OffloadError, match=why):
+        optstream.offload(
+            torch.optim.AdamW(model.parameters()), tmp_path / "new", model=model if named else None
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_without_values(tmp_path: Path) -> None:
+    given = params()
+    with optstream.offload(torch.optim.AdamW(given), tmp_path) as optimizer:
+        with pytest.raises(optstream.OffloadError, match=r"group1\.param0 is on the meta device"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.empty(3, device="meta"))]})
+        assert len(optimizer.param_groups) == 1
+        for param in given:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"window": 0}, "window=0 bytes is too small"),
     ({"window": -1}, "window=-1 is negative"),

@@ -39,6 +39,7 @@ def muon_cases() -> list[Case]:
     kind: Any = mixed_muon
     return [
         Case("optstream.Muon", kind, {"ns_steps": 2}, MIXED),
+        Case("optstream.Muon-one-row", kind, {}, ((1, 64), (1,))),  # Linear(64, 1)
         Case(
             "optstream.Muon-options",
             kind,

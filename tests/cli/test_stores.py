@@ -163,3 +163,15 @@ def test_a_drive_that_fails_in_a_step_is_one_line_and_leaves_nothing(
     assert outcome.err.count("\n") == 1
     assert "8192 bytes at offset 4096 of state/window 1" in outcome.err
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("window", ["1MiB", "64MiB"])
+def test_the_writes_of_the_last_step_are_counted(window, command, text):
+    """They are under way when it returns; of a single step they are all there is."""
+    outcome = command("train", "--text", text, *SHORT, "--steps", 1, "--window", window)
+    table = " ".join(outcome.out.replace("│", " ").split())
+    on_drive = re.search(r"on the drive ([\d.]+) MiB, removed at the end", table)
+    written = re.search(r"moved a step [\d.]+ \w+ read, ([\d.]+) MiB written", table)
+    assert on_drive is not None
+    assert written is not None, table
+    assert float(written[1]) == pytest.approx(float(on_drive[1]), rel=0.05)

@@ -221,4 +221,4 @@ def test_every_way_to_end_ends_and_leaves_nothing(ending: str, directory: Path) 
         child.kill()
         child.wait()
     assert child.returncode == expected
-    assert list(directory.iterdir()) == []
+    assert list(directory.glob("*")) == []

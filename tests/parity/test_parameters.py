@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optstream
+from optstream.layout.tensorless import AllocationPeak
 from parity.cases import (
     SHAPES,
     Case,
@@ -46,6 +47,27 @@ def complex_cases() -> list[Case]:
 def test_complex(case: Case, tmp_path: Path) -> None:
     dtype = torch.complex128 if "foreach" in case.name else torch.complex64
     check_case(case, dtype, tmp_path, window="64KiB")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", [c for c in complex_cases() if "foreach" not in c.name], ids=str)
+def test_scalars_that_have_state_when_wrapped(
+    case: Case, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    shapes = ((), (3,), ())
+    plain, streamed = make_params(shapes, dtype), make_params(shapes, dtype)
+    inner = case.make(streamed)
+    train(streamed, inner, range(3))
+    with optstream.offload(inner, tmp_path) as optimizer:
+        train(streamed, optimizer, range(3, 6))
+    train(plain, case.make(plain), range(6))
+    assert_same_bits(streamed, plain)
+
+
+def test_the_refusal_of_complex_scalars_names_the_error_of_torch(tmp_path: Path) -> None:
+    inner = torch.optim.Adafactor([nn.Parameter(torch.tensor(1 + 2j))])
+    with pytest.raises(optstream.OffloadError, match="does not support complex parameters"):
+        optstream.offload(inner, tmp_path)
 
 
 @BOTH
@@ -127,6 +149,55 @@ def test_gradients_in_another_order_than_their_parameters(
         return [param.detach() for param in params]
 
     assert_same_bits(run(True), run(False))
+
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns first": lambda grad: grad.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "the last dimension outside": lambda grad: grad.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "one row for all": lambda grad: grad[:1].expand_as(grad),
+}
+
+
+@pytest.mark.parametrize("codec", ["exact", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW-for", "AdamW-foreach", "AdamW-fused"])
+@pytest.mark.parametrize("layout", GRADIENTS)
+def test_copies_of_gradients_are_bounded(
+    layout: str,
+    name: str,
+    dtype: torch.dtype,
+    codec: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slice of a gradient that is laid out otherwise is copied tile by tile."""
+    tile = 8192
+    monkeypatch.setattr("optstream.update.tiles.MAX_TILE", tile)
+    monkeypatch.setattr("optstream.plan.specs.ENCODED_TILE", tile)
+    monkeypatch.setattr("optstream.plan.specs.MAX_TILE", tile)
+    case = next(case for case in torch_cases() if case.name == name)
+    peaks: list[int] = []
+
+    def run(relay: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        params = make_params([(7, 110, 410)], dtype)
+        with optstream.offload(
+            case.make(params), tmp_path, window="2MiB", codec=codec
+        ) as optimizer:
+            for step in range(3):
+                set_grads(params, step)
+                grad = params[0].grad
+                assert grad is not None
+                if layout == "one row for all":
+                    grad = grad[:1].expand_as(grad).contiguous()
+                params[0].grad = relay(grad)
+                with AllocationPeak() as peak:
+                    optimizer.step()
+            peaks.append(peak.peak_bytes)
+        return [param.detach() for param in params]
+
+    expected = run(lambda grad: grad)
+    assert_same_bits(run(GRADIENTS[layout]), expected)
+    assert peaks[1] <= peaks[0] + 4 * tile * 4
 
 
 @pytest.mark.parametrize("case", torch_cases(), ids=str)

@@ -164,6 +164,8 @@ class _Probe:
         return param
 
     def _state(self, device: str) -> dict[str, Any]:
+        # counters keep their values, but for those of a 0-dim parameter: they look like its state,
+        # which with data would not mix with a gradient without
         return {
             key: torch.empty_strided(
                 value.shape,
@@ -171,7 +173,7 @@ class _Probe:
                 dtype=self.dtype if value.dtype == self.narrow else value.dtype,
                 device=device,
             )
-            if is_streamed(value)
+            if isinstance(value, Tensor) and (value.dim() > 0 or not self.shape)
             else kept_value(value, self.narrow, self.dtype)
             for key, value in self.state.items()
         }

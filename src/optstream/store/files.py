@@ -96,17 +96,16 @@ class Drive:
             raise
         return live
 
-    def undo(self) -> None:
-        """Remove what `prepare` and `create` made in preparation; call it when no file is left."""
-        self.close()
-        remove_directories(self._made)
-        self._made = []
-
     def close(self) -> None:
-        """Let go of the directory; its files must be gone."""
+        """Let go of the directory, and remove it if it was made here; its files must be gone.
+
+        With nameless files another run may be in one that looks empty: it makes it anew.
+        """
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+        remove_directories(self._made)
+        self._made = []
 
     def abandon(self) -> None:
         """Forget everything in a forked child: it is the parent's."""

@@ -84,7 +84,7 @@ class OnDrive(Store):
             self._remove_from(first)
             if first == 0:
                 for drive in self._drives:
-                    drive.undo()
+                    drive.close()
             raise
         self._specs += files
 

@@ -102,6 +102,12 @@ class Roster:
         spec = self.plan.params[index]
         return self._at((spec.group, spec.position))
 
+    def existing_states(self) -> dict[int, dict[str, Any]]:
+        """Return what the optimizer holds in memory, by index in the plan."""
+        kept = self._optimizer.state
+        params = {index: self.param(index) for index in range(len(self.plan.params))}
+        return {index: dict(kept[param]) for index, param in params.items() if kept.get(param)}
+
     def pieces(self, index: int) -> Sequence[tuple[int, Piece]]:
         """Return where a parameter of the plan lies: windows, and its pieces in them."""
         return self._pieces[index]
@@ -131,6 +137,26 @@ class Roster:
 
     def _at(self, place: Place) -> Tensor:
         return self._optimizer.param_groups[place[0]]["params"][place[1]]  # type: ignore[no-any-return]
+
+    def check_materialised(self) -> None:
+        """Refuse parameters without values, which no step could update.
+
+        Raises:
+            ConfigError: some are on the meta device.
+        """
+        missing = [
+            self.name(g, i)
+            for g, group in enumerate(self._optimizer.param_groups)
+            for i, param in enumerate(group["params"])
+            if param.is_meta
+        ]
+        if missing:
+            others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+            raise ConfigError(
+                f"parameter {missing[0]}{others} on the meta device, without values: materialise "
+                "the model first (model.to_empty(device=...), then load its weights), make its "
+                "optimizer, and offload that"
+            )
 
     def facts(self) -> dict[str, str]:
         """Return what must be the same on all ranks, for `check_same`."""
@@ -168,11 +194,14 @@ class Roster:
 
         Raises:
             StoreError: the store, or memory, cannot hold it; nothing was changed.
+            ConfigError: two parameters have one name, or some have no values.
             RankError: another rank's cannot.
         """
         places = sorted({place for each in wanted for place in each})
         if not places:
             return
+        self.name_groups()  # of groups that were added to the wrapped optimizer itself
+        self.check_materialised()
         specs = [self._describe(place) for place in places]
         if not self.shares.places:
             self._codecs.check_used()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from optstream.errors import UnsupportedOptimizerError
 from optstream.layout import Shell, hyperparameters
+from optstream.streamed.lifetime import is_offloaded
 
 _ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 _ELEMENTWISE = (*_ADAMS, "SGD", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
@@ -77,7 +78,7 @@ def check_optimizer(optimizer: object) -> None:
         )
     if hasattr(optimizer, "plan") and hasattr(optimizer, "report"):
         raise UnsupportedOptimizerError(f"this {name} is offloaded already; use it as it is")
-    if getattr(getattr(optimizer, "_offloaded", None), "alive", False):
+    if is_offloaded(optimizer):
         raise UnsupportedOptimizerError(
             f"this {name} is offloaded already; use what offload() returned, or close that first"
         )

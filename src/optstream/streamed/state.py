@@ -83,6 +83,15 @@ class StreamedState:
         """What parameters keep outside of windows, by their index in the plan."""
         return self._updater.records
 
+    def totals(self) -> dict[str, float]:
+        """Return the running totals that a StepReport counts."""
+        return {
+            **vars(self.stream.counters),
+            "update_s": self.update_s,
+            "exchanged_bytes": self.ranks.exchanged_bytes,
+            "exchange_wait_s": self.exchange_wait_s,
+        }
+
     # -- parameters ----------------------------------------------
 
     def extend(self, with_state: Collection[str] = ()) -> None:
@@ -218,8 +227,6 @@ class StreamedState:
         groups = self._optimizer.param_groups
         advancing = range(len(groups)) if self.roster.describer.advances_groups else ()
         self._updater.commit(groups, advancing)
-        # a scheduler made before wrapping looks there and warns of a wrong order otherwise
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._done:
             self._backwards = not self._backwards
         self._done = set()

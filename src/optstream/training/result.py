@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from optstream.memory import MemoryRecord
 from optstream.training.config import TrainConfig
 from optstream.training.optimizers import Rates
+from optstream.training.updater import StepCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class StepRecord(MemoryRecord):
 
 
 class Totals:
-    """Sums over the steps that were done."""
+    """Sums over the steps that were done, and the drain behind the last one."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -82,6 +83,14 @@ class Totals:
         self.written_bytes += record.written_bytes
         self.peak_anon_bytes = max(self.peak_anon_bytes, record.anon_bytes)
         self.last = record
+
+    def add_drain(self, cost: StepCost) -> None:
+        """Count the writes that were under way after the last step, and the wait for them."""
+        self.total_s += cost.write_wait_s
+        self.optimizer_s += cost.write_wait_s
+        self.wait_s += cost.write_wait_s
+        self.read_bytes += cost.read_bytes
+        self.written_bytes += cost.written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

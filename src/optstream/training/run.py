@@ -185,6 +185,7 @@ def _optimize(
                 totals.add(record)
                 _write(config, asdict(record))
                 observer.stepped(record)
+            totals.add_drain(updater.drain())
         state_bytes = updater.state_bytes()
     with stop.deferred():
         loss_after = held_out_loss(job, stop)

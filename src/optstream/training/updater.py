@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ class Updater(Protocol):
 
     def step(self) -> StepCost:
         """Update every parameter that has a gradient."""
+        ...
+
+    def drain(self) -> StepCost:
+        """Wait for the last writes; return what was moved, and waited for, since the last step."""
         ...
 
     def state_bytes(self) -> int:
@@ -106,6 +111,9 @@ class InMemory:
         for param, master in self._masters:
             param.copy_(master)
             master.grad = None
+        return StepCost()
+
+    def drain(self) -> StepCost:
         return StepCost()
 
     def state_bytes(self) -> int:
@@ -187,6 +195,7 @@ class Streamed:
             codec_seed=seed,
         )
         self.plan = self.optimizer.plan
+        self._read_bytes = self._written_bytes = 0
 
     def clip_gradients(self, max_norm: float) -> float:
         optstream.reduce_to_owner(self.optimizer)
@@ -196,12 +205,24 @@ class Streamed:
         self.optimizer.step()
         report = self.optimizer.report
         assert report is not None, "a step makes a report"
+        self._read_bytes += report.read_bytes
+        self._written_bytes += report.written_bytes
         return StepCost(
             read_bytes=report.read_bytes,
             written_bytes=report.written_bytes,
             read_wait_s=report.read_wait_s,
             write_wait_s=report.write_wait_s,
             exchange_wait_s=report.exchange_wait_s,
+        )
+
+    def drain(self) -> StepCost:
+        stream = self.optimizer._state.stream
+        start = time.perf_counter()
+        stream.drain()
+        return StepCost(
+            read_bytes=stream.counters.read_bytes - self._read_bytes,
+            written_bytes=stream.counters.written_bytes - self._written_bytes,
+            write_wait_s=time.perf_counter() - start,
         )
 
     def state_bytes(self) -> int:

@@ -18,6 +18,7 @@ from optstream.codecs import Place, in_memory_order, salt
 from optstream.plan import (
     FIRST_RUN_BYTES,
     MASTER,
+    MAX_TILE,
     Extent,
     ParamSpec,
     Piece,
@@ -29,7 +30,7 @@ from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy
-from optstream.update.views import ExtentViews, GradientScratch, part_of
+from optstream.update.views import ExtentViews, GradientScratch, is_copied, part_of
 
 TRIM_BYTES = 4 * 2**20
 """Of parameters updated by rules with temporaries, after which freed memory is given back."""
@@ -66,7 +67,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """A piece of a parameter, its gradient, and the parameter's own attributes."""
+    """A piece of a parameter, the parameter's whole gradient, and its own attributes."""
 
     target: Tensor
     grad: Tensor
@@ -101,15 +102,21 @@ class Tiles:
         """
         new: list[Piece] = []
         plain: list[Piece] = []
+        copied: list[Piece] = []
         encoded: list[Piece] = []
         for piece in window.pieces:
             if piece.param in bound:
                 spec = plan.params[piece.param]
                 is_new = self._makes_state(spec, piece.param)
-                (encoded if spec.is_encoded else new if is_new else plain).append(piece)
+                kind = copied if is_copied(bound[piece.param].grad, piece) else plain
+                (encoded if spec.is_encoded else new if is_new and kind is plain else kind).append(
+                    piece
+                )
         # new state is made by the optimizer itself: little at a time keeps that within the bound
         yield from _first_batches(self._plain(plan, new, buffer, bound))
         yield from _batches(self._plain(plan, plain, buffer, bound))
+        # one tile at a time, too: no plan counts copies of gradients
+        yield from ([tile] for tile in self._plain(plan, copied, buffer, bound))
         if encoded:
             yield from self._encoded(plan, encoded, buffer, bound)
 
@@ -160,19 +167,24 @@ class Tiles:
             spec, (param, gradient, factor) = plan.params[piece.param], bound[piece.param]
             views = {extent.key: of_window.view(extent) for extent in piece.extents}
             target = part_of(param, piece)  # the proxy is what detaches it
-            grad = part_of(gradient.detach() if gradient.requires_grad else gradient, piece)
+            gradient, wide = (gradient.detach() if gradient.requires_grad else gradient), None
             if spec.has_master:
                 master = views[MASTER]
                 self._load_master(spec, self.records[piece.param], master, target)
                 wide = next(gradients)[: piece.numel].as_strided(target.shape, master.stride())
-                grad = _widened(wide, grad, factor)
-            if piece.numel <= spec.max_tile:
+            max_tile = spec.max_tile
+            if is_copied(gradient, piece):
+                max_tile = min(max_tile, MAX_TILE)
+            if piece.numel <= max_tile:
+                grad = _widened(wide, part_of(gradient, piece), factor)
                 yield self._tile(spec, piece, 0, target, grad, views, vars(param))
                 continue
-            for start in range(0, piece.numel, spec.max_tile):
-                part = slice(start, start + spec.max_tile)
+            for start in range(0, piece.numel, max_tile):
+                part = slice(start, min(start + max_tile, piece.numel))
+                grad = part_of(gradient, piece, part.start, part.stop)
+                grad = _widened(None if wide is None else wide[part], grad, factor)
                 of_tile = {key: view[part] for key, view in views.items()}
-                yield self._tile(spec, piece, start, target[part], grad[part], of_tile, vars(param))
+                yield self._tile(spec, piece, start, target[part], grad, of_tile, vars(param))
 
     def _encoded(
         self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
@@ -184,7 +196,7 @@ class Tiles:
             spec, here = plan.params[piece.param], bound[piece.param]
             whole = _Gradient(
                 part_of(here.param.detach(), piece),
-                part_of(here.grad.detach(), piece),
+                here.grad.detach(),
                 here.factor,
                 vars(here.param),
             )
@@ -213,9 +225,8 @@ class Tiles:
         scratch: Scratch,
     ) -> Tile:
         """Return one tile (elements of the piece) with its state in the scratch."""
-        target, grad = whole.target, whole.grad
-        if not piece.whole:
-            target, grad = target[start:stop], grad[start:stop]
+        target = whole.target if piece.whole else whole.target[start:stop]
+        grad = part_of(whole.grad, piece, start, stop)
         views, decoded = tile_views(buffer, piece, start, stop, scratch)
         stored = self.records[piece.param].stored
         if spec.has_master:
@@ -276,8 +287,10 @@ class Tiles:
         return Place(salt=salt(self.seed, self.step, f"{spec.name}/{key}"))
 
 
-def _widened(wide: Tensor, grad: Tensor, factor: Tensor | None) -> Tensor:
-    """Cast a gradient into float32 space, and multiply it there."""
+def _widened(wide: Tensor | None, grad: Tensor, factor: Tensor | None) -> Tensor:
+    """Cast a gradient into float32 space, if there is any for it, and multiply it there."""
+    if wide is None:
+        return grad
     wide.copy_(grad)
     return wide if factor is None else wide.mul_(factor)
 

@@ -33,18 +33,52 @@ class ExtentViews:
         return typed.as_strided(extent.shape, extent.stride, start)
 
 
-def part_of(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return what of a parameter, or of a tensor of its shape, a piece is."""
+def part_of(tensor: Tensor, piece: Piece, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return what of a parameter, or of a tensor of its shape, a piece is; a copy if `is_copied`.
+
+    Args:
+        start, stop: elements of the piece, if it is not whole; all of them by default.
+    """
     if piece.whole:
         return tensor
-    if tensor.is_contiguous():
-        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-        return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
-    # a gradient may be laid out as it likes: copy only the rows that hold the slice
+    start += piece.start
+    stop = piece.stop if stop is None else piece.start + stop
+    if not tensor.is_contiguous():
+        return _copied(tensor, start, stop)
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return flat if stop - start == flat.numel() else flat[start:stop]
+
+
+def is_copied(tensor: Tensor, piece: Piece) -> bool:
+    """Tell whether a slice has to be copied: a gradient may be laid out as it likes."""
+    return not piece.whole and not tensor.is_contiguous()
+
+
+def _copied(tensor: Tensor, start: int, stop: int) -> Tensor:
+    copy = tensor.new_empty(stop - start)
+    rest = copy
+    for part in _row_major(tensor, start, stop):
+        rest[: part.numel()].view(part.shape).copy_(part)
+        rest = rest[part.numel() :]
+    return copy
+
+
+def _row_major(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield views of the elements from start to stop, counted row by row whatever the strides."""
+    if tensor.dim() == 1:
+        yield tensor[start:stop]
+        return
     row = tensor.numel() // len(tensor)
-    rows = tensor[piece.start // row : -(-piece.stop // row)]
-    start = piece.start % row
-    return rows.reshape(-1)[start : start + piece.numel]
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _row_major(tensor[last], start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _row_major(tensor[first - 1], start - (first - 1) * row, row)
+    if first < last:
+        yield tensor[first:last]
+    if last * row < stop:
+        yield from _row_major(tensor[last], 0, stop - last * row)
 
 
 class GradientScratch:
