@@ -198,8 +198,7 @@ class Training:
         seconds = time.perf_counter() - start
         if self._forward_only:
             state._backwards = False
-            order = list(range(state.plan.num_windows))
-            state.stream._pages.start(state.plan, order, state.stream._transfers.stored)
+            state.stream._mover.look_ahead(range(state.plan.num_windows))
         bound = None if state is None else state.plan.peak_host_bytes
         report = None if state is None else vars(self.optimizer.report)
         return {"loss": loss, "seconds": seconds, "bound_bytes": bound, "report": report}

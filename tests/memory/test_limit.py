@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from optstream.mounts import find_mount
 
@@ -18,11 +20,15 @@ STATE = "256MiB"
 MIB = 2**20
 
 
-def survival(directory: Path, limit_by: str) -> dict[str, dict[str, Any]]:
-    """Return how each training ended: "unlimited", "plain", "direct", "mapped"."""
+def need_drive(directory: Path) -> None:
     mount = find_mount(directory)
     if mount is None or mount.kind in {"tmpfs", "ramfs"}:
         pytest.skip("the temporary directory is in memory; give pytest --basetemp on a drive")
+
+
+def survival(directory: Path, limit_by: str) -> dict[str, dict[str, Any]]:
+    """Return how each training ended: "unlimited", "plain", "direct", "mapped"."""
+    need_drive(directory)
     arguments = ["--only", "survival", "--state", STATE, "--window", "2MiB", "--threads", "1"]
     result = subprocess.run(
         [sys.executable, str(SCRIPT), str(directory), *arguments, "--limit-by", limit_by, "--json"],
@@ -36,6 +42,23 @@ def survival(directory: Path, limit_by: str) -> dict[str, dict[str, Any]]:
     unlimited, *limited = json.loads(result.stdout)
     assert list(directory.iterdir()) == []
     return {"unlimited": unlimited} | {outcome["kind"]: outcome for outcome in limited}
+
+
+def test_the_scan_that_never_goes_backwards_reads_ahead(tmp_path: Path) -> None:
+    need_drive(tmp_path)
+    spec = importlib.util.spec_from_file_location("limited", SCRIPT.with_name("limited.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    limited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(limited)
+    options: dict[str, Any] = {"kind": "forward", "directory": str(tmp_path), "window": "1MiB"}
+    options |= {"num_layers": 1, "train": False, "threads": torch.get_num_threads()}
+    training = limited.Training(options)
+    for _ in range(2):
+        training.step()
+        assert 2 in training.optimizer._state.stream._mover._coming
+        assert training.optimizer._state._backwards is False
+    training.optimizer.close()
 
 
 @pytest.mark.slow
