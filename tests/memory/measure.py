@@ -163,6 +163,7 @@ def main() -> None:
     closed_bytes = memory.take_peak()
     result = {
         "bound": plan.peak_host_bytes,
+        "bookkeeping": plan.bookkeeping_bytes,
         "state": plan.state_bytes,
         "num_windows": plan.num_windows,
         "resident": plan.resident_bytes,

@@ -31,6 +31,7 @@ class Measured:
     """Bytes above model and gradients, as measure.py prints them."""
 
     bound: int
+    bookkeeping: int
     state: int
     num_windows: int
     resident: int
@@ -113,7 +114,8 @@ def test_decoded_state_is_part_of_the_bound(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name].codec == "exact"])
 def test_every_kind_of_update(case: str, tmp_path: Path) -> None:
     measured = measure(case, tmp_path, 820, "1MiB", NUM_STEPS.get(case, FEW_STEPS))
-    assert measured.state >= FACTOR * measured.bound
+    # so small windows and parameters take as much again to keep track of
+    assert measured.state >= FACTOR * (measured.bound - measured.bookkeeping)
     check(measured)
 
 
@@ -122,6 +124,7 @@ def test_every_kind_of_update(case: str, tmp_path: Path) -> None:
 def test_the_state_does_not_matter(case: str, tmp_path: Path) -> None:
     small, large = (measure(case, tmp_path, mib, "4MiB", 3) for mib in (300, 1200))
     check(large)
+    assert large.state >= FACTOR * large.bound
     # windows and parameters are counted, their bytes are not
     assert large.bound - small.bound < (large.state - small.state) / 150
     assert max(large.steps) <= max(small.steps) + 16 * MIB
