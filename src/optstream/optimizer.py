@@ -183,7 +183,7 @@ class StreamedOptimizer(Optimizer):
             OutOfSpaceError: no space for the second generation; training can go on.
         """
         self._check_whole()
-        if self._state.ranks.size > 1:
+        if not self._state.roster.all_here:
             raise CheckpointError(
                 f"state_dict() on {self._state.ranks.size} ranks would have this rank's part only; "
                 "use save(), then load() on any number of ranks, or optstream export"

@@ -355,12 +355,58 @@ def test_a_crafted_manifest_is_malformed(change: Callable[[Any], Any], saved: Ch
         optimizer.load(path)
 
 
+def in_shards(body: Any, *shards: Any) -> None:
+    tensor = tensor_of(body)
+    pieces = tensor.pop("pieces")
+    tensor.update(stride=None, shards=[{"at": at, "pieces": pieces} for at in shards])
+
+
+ALL = [[0, 90], [0, 130]]
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [[[0, 89], [0, 130]]],
+        [[[0, 91], [0, 130]]],
+        [[[1, 91], [0, 130]]],
+        [[[0, 90, 90], [0, 130]]],
+        [[[0, 45, 44, 89], [0, 130]]],
+        [[[45, 90, 0, 45], [0, 130]]],
+        [[[0, 0, 0, 90], [0, 130]]],
+        [[[-1, 89], [0, 130]]],
+        [[[0, 90]]],
+        [[[0, 90], [0, 130], [0, 1]]],
+        [ALL, ALL],
+        [],
+        [7],
+        ["ab"],
+    ],
+)
+def test_shards_that_do_not_make_up_a_tensor_are_malformed(
+    shards: list[Any], saved: Checkpoint
+) -> None:
+    path, optimizer, _ = saved
+    resealed(path, lambda body: in_shards(body, *shards))
+    with pytest.raises(OffloadError, match="malformed"):
+        optimizer.load(path)
+
+
+def test_one_shard_that_is_all_is_a_tensor(saved: Checkpoint) -> None:
+    path, optimizer, params = saved
+    resealed(path, lambda body: in_shards(body, [[0, 45, 45, 90], [0, 130]]))
+    optimizer.load(path)
+    set_weights(params, after(2))
+    go_on(params, optimizer, [2])
+    assert_same_bits(weights(params), after(3))
+
+
 def test_a_newer_version_is_refused(saved: Checkpoint) -> None:
     path, optimizer, _ = saved
     file = path / "manifest.json"
-    file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 3'))
+    file.write_bytes(file.read_bytes().replace(b'"version": 1', b'"version": 4'))
     for load in (lambda: optimizer.load(path), lambda: optstream.verify(path)):
-        with pytest.raises(OffloadError, match="version 3, this reads up to 2; update optstream"):
+        with pytest.raises(OffloadError, match="version 4, this reads up to 3; update optstream"):
             load()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coding.whole import bits_of, decoded, encoded
-from optstream.codecs.int8 import BLOCK
+from optstream.codecs.int8 import BLOCK, _round_up
 
 NAMES = pytest.mark.parametrize("name", ["int8-signed", "int8-positive"])
 ROUNDING = 1 + 2.0**-14
@@ -87,6 +87,16 @@ def test_what_is_not_finite_is_not_hidden(name: str, poison: float) -> None:
     assert not back[3 * BLOCK : 4 * BLOCK].isfinite().any()
     assert back[: 3 * BLOCK].isfinite().all()
     assert back[4 * BLOCK :].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001, 0x7F800000], ids=hex)
+def test_a_step_that_is_no_number_stays_so(bits: int) -> None:
+    """Processors differ in the NaN they make; some are the largest integers there are."""
+    steps = torch.tensor([1.0, 1.0])
+    steps.view(torch.int32)[1] = bits
+    _round_up(steps)
+    assert steps[0] == 1
+    assert not steps[1].isfinite()
 
 
 def test_negative_second_moments_are_not_hidden() -> None:

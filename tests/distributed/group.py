@@ -63,10 +63,10 @@ def _rank(
 def processes() -> Any:
     """Return a context whose processes are forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    # torch imports the latter when its first optimizer is made, which takes a second
-    context.set_forkserver_preload(
-        ["optstream.distributed.gradients", "optstream.muon", "torch._dynamo"]
-    )
+    # torch imports _dynamo when its first optimizer is made, which takes a second, as the last two
+    modules = ["optstream.distributed.gradients", "optstream.muon", "torch._dynamo"]
+    modules += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    context.set_forkserver_preload(modules)
     return context
 
 

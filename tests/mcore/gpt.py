@@ -198,7 +198,7 @@ class Training:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
-            forward_step_func=functools.partial(_forward, scale),
+            forward_step_func=functools.partial(forward, scale),
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(batches),
@@ -272,7 +272,8 @@ def _optimizer_config(recipe: Recipe, ddp: DistributedDataParallelConfig) -> Opt
     return OptimizerConfig(**{**values, **recipe.config})
 
 
-def _forward(scale: float, data: Any, model: Any) -> Any:
+def forward(scale: float, data: Any, model: Any) -> Any:
+    """Return the loss per token of one microbatch, and what makes a loss of it."""
     tokens, labels, position, mask = next(data)
     per_token = model(tokens, position, mask, labels=labels)
 

@@ -92,6 +92,7 @@ CHECKPOINTS = [
     (2, "tp2", "checkpoints.save_to_reshard"),
     (4, "tp1", "checkpoints.load_resharded"),
 ]
+LAUNCHED = [(1, "tp1", "launch.adam"), (1, "tp1", "launch.muon")]
 CODECS = [
     (1, "tp1", "codecs.split_dist_muon"),
     (1, "tp1", "codecs.split_adam"),
@@ -144,6 +145,11 @@ def test_what_megatron_does_around_a_step_goes_on_working(
 def test_checkpoints_are_those_of_megatron(
     outcome: Outcome, world: int, layout: str, case: str
 ) -> None:
+    assert outcome(world, layout, case) == ""
+
+
+@pytest.mark.parametrize(("world", "layout", "case"), LAUNCHED)
+def test_three_lines_are_enough(outcome: Outcome, world: int, layout: str, case: str) -> None:
     assert outcome(world, layout, case) == ""
 
 

@@ -23,6 +23,7 @@ from optstream.plan import (
     NUM_SLOTS,
     OVERHEAD_BYTES,
     SLICE_ALIGNMENT,
+    Gathered,
     ParamSpec,
     Plan,
     StateTensor,
@@ -164,6 +165,28 @@ def test_the_peak_is_slots_and_one_update() -> None:
     assert plan.gradient_bytes == 4 * 2**17
     buffers = NUM_SLOTS * plan.slot_bytes + plan.gradient_bytes
     assert plan.peak_host_bytes == buffers + plan.bookkeeping_bytes + OVERHEAD_BYTES
+
+
+def test_matrices_of_several_ranks_have_the_same_windows_on_all() -> None:
+    """Also on ranks that have less of them, or nothing; what is a rank's own comes after them."""
+    shapes = [(9, 1024), (2, 1024), (7, 1024), (1, 1024), (40, 1024), (3, 1024)]
+    plans = []
+    for rank in range(4):
+        specs = [spec("own", (1000 * (rank + 1),))]
+        for rows, cols in shapes:
+            largest = -(-rows // 4)
+            part = max(0, min(largest, rows - largest * rank)), cols
+            gathered = Gathered(4, largest * cols)
+            specs.append(replace(spec(f"{rows}", part, elementwise=False), gathered=gathered))
+        plans.append(Plan(2**16).extended(specs))
+    windows = [[w for w in plan.windows if w.gathered] for plan in plans]
+    members = [[[piece.param for piece in w.pieces] for w in each] for each in windows]
+    assert members == [members[0]] * 4
+    assert len(members[0]) > 2
+    for plan, each in zip(plans, windows, strict=True):
+        assert list(plan.windows[: len(each)]) == each
+        assert all(window.data_bytes > 0 for window in each)
+        assert plan.peak_host_bytes > plan.num_slots * plan.slot_bytes + 3 * 40 * 1024 * 4
 
 
 def test_the_peak_does_not_depend_on_the_size_of_the_model() -> None:

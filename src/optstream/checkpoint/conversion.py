@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import some
+from optstream.checkpoint.parts import Held
 from optstream.checkpoint.snapshot import Snapshot
+from optstream.codecs import CODECS, EXACT, SPLIT
+from optstream.distributed.region import Region
 from optstream.errors import CheckpointError
 from optstream.plan import ParamSpec
 
@@ -18,12 +19,12 @@ log = logging.getLogger("optstream")
 
 
 def check_weights(
-    source: str, snapshot: Snapshot, weights: Mapping[str, Tensor], strict: bool
+    source: str, snapshot: Snapshot, weights: Iterable[tuple[str, Held]], strict: bool
 ) -> None:
     """Hold split masters against the model's weights, by digest.
 
     Args:
-        weights: by name, as they are now.
+        weights: with their names, as they are now.
         strict: else masters that do not fit are taken from the weights, with a warning.
 
     Raises:
@@ -32,7 +33,7 @@ def check_weights(
     params = snapshot.manifest.params
     wrong = [
         repr(name)
-        for name, weight in weights.items()
+        for name, weight in weights
         if name in params and not snapshot.is_of(name, weight)
     ]
     if not wrong:
@@ -46,15 +47,34 @@ def check_weights(
     log.warning("%s; they follow the weights because strict=False", text)
 
 
-def report_conversions(source: str, manifest: Manifest, specs: Sequence[ParamSpec]) -> None:
-    """Say which states are stored otherwise than they were."""
-    for (key, old, new), count in Counter(_conversions(manifest, specs)).items():
-        log.warning("%s: %s of %d parameters converted from %s to %s", source, key, count, old, new)
+def report_conversions(
+    source: str, manifest: Manifest, specs: Sequence[ParamSpec], regions: Mapping[str, Region]
+) -> None:
+    """Say which states are stored otherwise than they were.
+
+    Args:
+        regions: what this rank keeps of each parameter, by name.
+    """
+    for (key, old, new), count in Counter(_conversions(manifest, specs, regions)).items():
+        how = f"from {old} to {new}" if old != new else f"to other blocks of {new}, rounded again"
+        log.warning("%s: %s of %d parameters converted %s", source, key, count, how)
 
 
-def _conversions(manifest: Manifest, specs: Sequence[ParamSpec]) -> Iterator[tuple[str, str, str]]:
+def _conversions(
+    manifest: Manifest, specs: Sequence[ParamSpec], regions: Mapping[str, Region]
+) -> Iterator[tuple[str, str, str]]:
     for spec in specs:
         stored = manifest.params[spec.name].tensors if spec.name in manifest.params else {}
         for state in spec.states:
-            if state.key in stored and stored[state.key].codec != state.codec:
-                yield state.key, stored[state.key].codec, state.codec
+            tensor = stored.get(state.key)
+            if tensor is None:
+                continue
+            moved = all(shard.region != regions[spec.name] for shard in tensor.shards)
+            if tensor.codec != state.codec or (moved and _rounds_blocks(tensor.codec)):
+                yield state.key, tensor.codec, state.codec
+
+
+def _rounds_blocks(codec: str) -> bool:
+    """Tell whether what a value becomes depends on the values around it."""
+    exact = codec in (EXACT, SPLIT)
+    return not exact and any(part.values > 1 for part in CODECS[codec].parts)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from optstream.checkpoint.manifest import StoredPiece, StoredTensor
+from optstream.checkpoint.manifest import StoredPiece, StoredShard, StoredTensor
+from optstream.checkpoint.parts import Held
 from optstream.codecs import (
     CODECS,
     Coder,
@@ -29,29 +30,33 @@ Bytes = Callable[[StoredPiece, int], Tensor]
 CPU = torch.device("cpu")
 
 
-def decode(stored: StoredTensor, bytes_of: Bytes, weight: Tensor | None, folder: Path) -> Tensor:
-    """Return a tensor's values, flat, in the order of memory.
+def decode(
+    stored: StoredTensor, shard: StoredShard, bytes_of: Bytes, weight: Held | None, folder: Path
+) -> Tensor:
+    """Return a shard's values, flat, in the order of memory.
 
     Args:
-        weight: the parameter that split masters belong to.
+        weight: what split masters belong to.
         folder: on a drive; the values are in a nameless file there.
 
     Raises:
         OutOfSpaceError: no room for them.
     """
-    flat = on_drive(stored.numel, stored.dtype, folder)
+    flat = on_drive(shard.region.numel, stored.dtype, folder)
     coder = Coder(CPU)
-    for piece, encoded in _encoded(stored, bytes_of):
-        rounded = None if weight is None else _part(stored, weight, piece)
-        coder.decode(encoded, flat[piece.start : piece.start + piece.numel], Place(rounded))
+    rounded = None if weight is None else _rounded(stored, shard, weight)
+    for piece, encoded in _encoded(stored, shard, bytes_of):
+        there = slice(piece.start, piece.start + piece.numel)
+        coder.decode(encoded, flat[there], Place(None if rounded is None else rounded[there].cpu()))
     return flat
 
 
-def is_of(stored: StoredTensor, bytes_of: Bytes, weight: Tensor) -> bool:
+def is_of(stored: StoredTensor, shard: StoredShard, bytes_of: Bytes, weight: Held) -> bool:
     """Tell whether split masters belong to a parameter as it is now, by digest."""
+    rounded = _rounded(stored, shard, weight)
     return all(
-        fits_parameter(encoded.parts, _part(stored, weight, piece))
-        for piece, encoded in _encoded(stored, bytes_of)
+        fits_parameter(encoded.parts, rounded[piece.start : piece.start + piece.numel].cpu())
+        for piece, encoded in _encoded(stored, shard, bytes_of)
     )
 
 
@@ -78,14 +83,15 @@ def on_drive(numel: int, dtype: torch.dtype, folder: Path) -> Tensor:
         ) from error
 
 
-def _encoded(stored: StoredTensor, bytes_of: Bytes) -> Iterator[tuple[StoredPiece, Encoded]]:
+def _encoded(
+    stored: StoredTensor, shard: StoredShard, bytes_of: Bytes
+) -> Iterator[tuple[StoredPiece, Encoded]]:
     codec = CODECS[stored.codec]
-    for piece in stored.pieces:
+    for piece in shard.pieces:
         data = bytes_of(piece, codec.stored_bytes(piece.numel))
         yield piece, Encoded.of(codec, data, piece.numel, piece.start)
 
 
-def _part(stored: StoredTensor, weight: Tensor, piece: StoredPiece) -> Tensor:
-    stride = stored.stride or torch.empty(stored.shape, device="meta").stride()
-    flat = in_memory_order(weight.detach(), stride)
-    return flat[piece.start : piece.start + piece.numel].cpu()
+def _rounded(stored: StoredTensor, shard: StoredShard, weight: Held) -> Tensor:
+    stride = stored.stride or torch.empty(shard.region.shape, device="meta").stride()
+    return in_memory_order(weight.of(shard.region).detach(), stride)

@@ -64,8 +64,8 @@ def export(checkpoint: Path, target: Path, *, force: bool = False) -> int:
     _check_target(target, force)
     snapshot = directory.open_checkpoint(checkpoint)
     _report_split(checkpoint, snapshot)
-    exported_bytes, decoded_bytes = _exported_bytes(snapshot)
-    _check_space(target, exported_bytes + decoded_bytes)
+    exported_bytes, copied_bytes = _exported_bytes(snapshot)
+    _check_space(target, exported_bytes + copied_bytes)
     directory.verify(snapshot)
     staging = target.with_name(target.name + durable.TEMPORARY)
     write = _write_torch if target.suffix.lower() in TORCH_SUFFIXES else _write_safetensors
@@ -96,13 +96,16 @@ def _report_split(checkpoint: Path, snapshot: Snapshot) -> None:
 
 
 def _exported_bytes(snapshot: Snapshot) -> tuple[int, int]:
-    """Return the bytes of what is written, and of what is decoded for that into files."""
-    exported = decoded = 0
+    """Return the bytes of what is written, and of what is decoded and put together for that."""
+    exported = copied = 0
     for param in snapshot.manifest.params.values():
         for tensor in param.tensors.values():
-            exported += tensor.num_bytes if tensor.codec != SPLIT else 0
-            decoded += tensor.num_bytes if tensor.codec not in (EXACT, SPLIT) else 0
-    return exported, decoded
+            if tensor.codec == SPLIT:
+                continue
+            exported += tensor.num_bytes
+            copies = (tensor.codec != EXACT) + (not tensor.is_whole)
+            copied += copies * tensor.num_bytes
+    return exported, copied
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -189,7 +192,7 @@ def _write_safetensors(snapshot: Snapshot, staging: Path) -> None:
 
 
 def _tensor(snapshot: Snapshot, name: str, key: str, folder: Path) -> Tensor:
-    tensor = snapshot.tensor(name, key, None, folder)
+    tensor = snapshot.tensor(name, key, folder)
     if tensor.is_complex():
         raise ConfigError(
             f"{name}/{key} is {tensor.dtype}, which safetensors cannot hold; export to a .pt file"

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from optstream.codecs import EXACT
+from optstream.distributed.region import Region
 from optstream.plan import stored_bytes
 
-VERSION = 2
-"""2: some tensors have a codec; where none has, the manifest is of version 1."""
+VERSION = 3
+"""3: some tensors are stored in shards. 2: some have a codec. Else a manifest is of version 1."""
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where a flat range of a state tensor lies: bytes from `offset` of a window's data."""
+    """Where a flat range of a shard lies: bytes from `offset` of a window's data."""
 
     window: int
     offset: int
@@ -26,20 +28,43 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
+class StoredShard:
+    """The elements of a tensor that one rank stored, put together.
+
+    Attributes:
+        pieces: in order, covering every element once.
+    """
+
+    region: Region
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """One state tensor of a parameter.
 
     Attributes:
-        shape, stride: elements; stride is None where the order is row-major.
-        pieces: in order, covering every element once.
+        shape, stride: elements; stride is None where the order is row-major, as in all shards.
+        shards: in the order of the ranks, covering every element once; a single one that is all
+            where the tensor is not sharded.
         codec: the name of how they are stored.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
-    pieces: tuple[StoredPiece, ...]
+    shards: tuple[StoredShard, ...]
     codec: str = EXACT
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether one rank stored all of it."""
+        return len(self.shards) == 1 and self.shards[0].region == Region.whole(self.shape)
+
+    @property
+    def pieces(self) -> Iterator[StoredPiece]:
+        """Yield the pieces of all shards."""
+        return (piece for shard in self.shards for piece in shard.pieces)
 
     @property
     def numel(self) -> int:
@@ -118,4 +143,6 @@ class Manifest:
     def version(self) -> int:
         """Return the first version of the format that holds all that is in it."""
         tensors = [tensor for param in self.params.values() for tensor in param.tensors.values()]
-        return VERSION if any(tensor.codec != EXACT for tensor in tensors) else 1
+        if not all(tensor.is_whole for tensor in tensors):
+            return 3
+        return 2 if any(tensor.codec != EXACT for tensor in tensors) else 1

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from optstream.checkpoint.manifest import Manifest, StoredParam, StoredTensor, StoredWindow
+from optstream.checkpoint.manifest import (
+    Manifest,
+    StoredParam,
+    StoredShard,
+    StoredTensor,
+    StoredWindow,
+)
 from optstream.codecs import EXACT
+from optstream.distributed.region import cover
 from optstream.format import is_dense
 from optstream.plan import SLICE_ALIGNMENT, stored_bytes
 from optstream.units import PAGE_BYTES
@@ -60,21 +66,32 @@ def _check_window(window: StoredWindow, piece_bytes: int) -> None:
 
 
 def _check_tensor(name: str, tensor: StoredTensor, windows: Sequence[StoredWindow]) -> None:
-    end = 0
     if tensor.codec != EXACT and tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype} and stored as {tensor.codec}")
-    for piece in tensor.pieces:
+    if not cover(tensor.shape, tuple(shard.region for shard in tensor.shards)):
+        raise ValueError(f"the shards of {name} do not have each of its elements once")
+    for shard in tensor.shards:
+        _check_pieces(name, tensor, shard, windows)
+    if tensor.stride is None:
+        return
+    if not tensor.is_whole or not is_dense(tensor.shape, tensor.stride):
+        raise ValueError(f"{name} of shape {tensor.shape} is not dense: strides {tensor.stride}")
+
+
+def _check_pieces(
+    name: str, tensor: StoredTensor, shard: StoredShard, windows: Sequence[StoredWindow]
+) -> None:
+    end, numel = 0, shard.region.numel
+    for piece in shard.pieces:
         window = windows[piece.window]
         num_bytes = stored_bytes(tensor.codec, piece.numel, tensor.dtype)
-        alignment = PAGE_BYTES if len(tensor.pieces) > 1 else tensor.dtype.itemsize
+        alignment = PAGE_BYTES if len(shard.pieces) > 1 else tensor.dtype.itemsize
         fits = piece.offset + num_bytes <= window.data_bytes and window.file
         if piece.start != end or not fits or piece.offset % alignment:
             raise ValueError(f"a piece of {name} is misplaced")
         end += piece.numel
         unit = num_bytes % PAGE_BYTES if tensor.codec == EXACT else piece.numel % SLICE_ALIGNMENT
-        if end < tensor.numel and unit:
+        if end < numel and unit:
             raise ValueError(f"a piece of {name} ends inside a page or a block")
-    if end != math.prod(tensor.shape):
+    if end != numel:
         raise ValueError(f"the pieces of {name} hold {end} elements")
-    if tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
-        raise ValueError(f"{name} of shape {tensor.shape} is not dense: strides {tensor.stride}")

@@ -8,17 +8,21 @@
                                    "kept": ..., "unplanned": ...,
                     "tensors": {"exp_avg": {"dtype": "float32", "shape": [...], "stride": null,
                                             "codec": "split" (absent: exact),
-                                            "pieces": [[window, offset, start, numel], ...]}}}},
+                                            "pieces": [[window, offset, start, numel], ...]
+                           (or, sharded:)   "shards": [{"at": [[first, end, first, end, ...], ...],
+                                                        "pieces": ...}, ...]}}}},
         "windows": [{"file": "rank00000/window00000.safetensors", "header_bytes": 4096,
                      "data_bytes": ...,
                      "digests": ["xxh3 of each piece_bytes, header first", ...]}]}}
 
+`at` says in each dimension which ranges of indices a shard has (`distributed/region.py`).
 `xxh3` is the digest of the body as written, so a changed manifest is noticed before it is believed.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,12 +33,14 @@ from optstream.checkpoint.manifest import (
     Manifest,
     StoredParam,
     StoredPiece,
+    StoredShard,
     StoredTensor,
     StoredWindow,
 )
 from optstream.checkpoint.manifest_checks import check_manifest
 from optstream.checkpoint.values import decode, encode
 from optstream.codecs import CODECS, EXACT
+from optstream.distributed.region import Region
 from optstream.errors import FormatError
 from optstream.format import dtype_name
 
@@ -129,14 +135,22 @@ def _param_json(name: str, param: StoredParam) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "stride": None if tensor.stride is None else list(tensor.stride),
                 **({} if tensor.codec == EXACT else {"codec": tensor.codec}),
-                "pieces": [
-                    [piece.window, piece.offset, piece.start, piece.numel]
-                    for piece in tensor.pieces
-                ],
+                **_where_json(tensor),
             }
             for key, tensor in param.tensors.items()
         },
     }
+
+
+def _where_json(tensor: StoredTensor) -> dict[str, Any]:
+    shards = [
+        {
+            "at": [[end for side in ranges for end in side] for ranges in shard.region.ranges],
+            "pieces": [[one.window, one.offset, one.start, one.numel] for one in shard.pieces],
+        }
+        for shard in tensor.shards
+    ]
+    return {"pieces": shards[0]["pieces"]} if tensor.is_whole else {"shards": shards}
 
 
 def _parse(body: dict[str, Any], path: str) -> Manifest:
@@ -173,12 +187,26 @@ def _parse_param(param: dict[str, Any], path: str) -> StoredParam:
                 dtype=getattr(torch, dtype_name(tensor["dtype"])),
                 shape=_sizes(tensor["shape"]),
                 stride=None if tensor["stride"] is None else _sizes(tensor["stride"]),
-                pieces=tuple(StoredPiece(*_sizes(piece)) for piece in tensor["pieces"]),
+                shards=tuple(_parse_shards(tensor)),
                 codec=_codec(tensor.get("codec", EXACT), path),
             )
             for key, tensor in param["tensors"].items()
         },
     )
+
+
+def _parse_shards(tensor: dict[str, Any]) -> Iterator[StoredShard]:
+    if "pieces" in tensor:
+        yield StoredShard(Region.whole(tensor["shape"]), _parse_pieces(tensor))
+        return
+    for shard in tensor["shards"]:
+        ends = [_sizes(dim) for dim in shard["at"]]
+        ranges = tuple(tuple(zip(dim[::2], dim[1::2], strict=True)) for dim in ends)
+        yield StoredShard(Region(ranges), _parse_pieces(shard))
+
+
+def _parse_pieces(shard: dict[str, Any]) -> tuple[StoredPiece, ...]:
+    return tuple(StoredPiece(*_sizes(piece)) for piece in shard["pieces"])
 
 
 def _codec(name: object, path: str) -> str:

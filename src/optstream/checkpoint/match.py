@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.checkpoint.parts import Assembled
 from optstream.errors import CheckpointError
 from optstream.layout import is_streamed
 from optstream.plan import MASTER, ParamSpec
@@ -146,7 +147,7 @@ def fitting(spec: ParamSpec, state: State) -> dict[str, Any]:
 
 def _is_stored(key: str, value: object) -> bool:
     """Tell whether it goes into a window: a scalar parameter's master does, too."""
-    return is_streamed(value) or key == MASTER
+    return is_streamed(value) or isinstance(value, Assembled) or key == MASTER
 
 
 def by_name(

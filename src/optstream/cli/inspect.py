@@ -96,6 +96,10 @@ def _params(snapshot: Snapshot) -> dict[str, Any]:
                     "codec": tensor.codec,
                     "bytes": tensor.stored_bytes,
                     "windows": sorted({piece.window for piece in tensor.pieces}),
+                    "shards": [
+                        {"shape": list(shard.region.shape), "ranges": shard.region.ranges}
+                        for shard in tensor.shards
+                    ],
                 }
                 for key, tensor in param.tensors.items()
             },
@@ -152,7 +156,7 @@ def _state_table(facts: dict[str, Any]) -> str:
 
 
 def _param_table(facts: dict[str, Any]) -> str:
-    rows = [("parameter", "shape", "dtype", "states", "in memory", "bytes", "windows")]
+    rows = [("parameter", "shape", "dtype", "states", "in memory", "bytes", "shards", "windows")]
     for name, param in facts["params"].items():
         states = param["states"]
         windows = sorted({window for state in states.values() for window in state["windows"]})
@@ -164,6 +168,7 @@ def _param_table(facts: dict[str, Any]) -> str:
                 " ".join(states),
                 " ".join(param["kept"]),
                 format_bytes(sum(state["bytes"] for state in states.values())),
+                str(max((len(state["shards"]) for state in states.values()), default=0)),
                 _span(windows),
             )
         )

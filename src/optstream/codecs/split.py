@@ -72,8 +72,8 @@ class Split(Codec):
         if not torch.equal(digests, found):
             differs = digests != found
             changed = differs.any()
+            # no escape is 0, so none applies there
             codes = rows(codes, BLOCK).masked_fill(differs[:, None], 0).view(-1)
-            escapes = escapes.masked_fill(differs, NO_ESCAPE)
         bits = values.copy_(rounded).view(torch.int32)
         bits.add_(codes)
         _restore_ties(rows(bits, BLOCK), rows(codes, BLOCK), escapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,14 @@ class Turn:
         wanted: parameters that need state and have none yet.
         has_gradient: by index in `Shares.places`.
         windows: that it will update, in that order.
+        gathered: the first parameter in each window that all ranks update together, in that order.
         digest: of the hyperparameters.
     """
 
     wanted: tuple[Place, ...]
     has_gradient: bytes
     windows: tuple[int, ...]
+    gathered: tuple[int, ...]
     digest: str
 
 
@@ -80,6 +82,7 @@ def make_turn(
     groups: Sequence[Mapping[str, Any]],
     wanted: Sequence[Place],
     windows: Sequence[int],
+    gathered: Sequence[int],
     gradient_of: GradientOf,
 ) -> Turn:
     """Return this rank's turn, from today's gradients and hyperparameters."""
@@ -87,26 +90,42 @@ def make_turn(
         gradient_of(groups[group]["params"][position]) is not None
         for group, position in shares.places
     )
-    return Turn(tuple(wanted), has_gradient, tuple(windows), _digest(group_facts(groups)))
+    digest = _digest(group_facts(groups))
+    return Turn(tuple(wanted), has_gradient, tuple(windows), tuple(gathered), digest)
 
 
 def check_turns(
-    ranks: Ranks, turns: Sequence[Turn], shares: Shares, groups: Sequence[Mapping[str, Any]]
+    ranks: Ranks,
+    turns: Sequence[Turn],
+    shares: Shares,
+    groups: Sequence[Mapping[str, Any]],
+    gathered: Collection[int] = (),
 ) -> None:
     """Refuse a step in which ranks would not do the same.
 
+    Args:
+        gathered: indices in `Shares.places` of the parameters that all ranks update together.
+
     Raises:
-        RankError: hyperparameters differ, or a gradient is missing where the parameter is kept.
+        RankError: hyperparameters differ, a gradient is missing where the parameter is kept, or
+            ranks do not have the same updates before them.
     """
     if len({turn.digest for turn in turns}) > 1:
         check_same(ranks, group_facts(groups))
     for index, (place, owner) in enumerate(zip(shares.places, shares.owners, strict=True)):
-        if owner == EVERY_RANK or turns[owner].has_gradient[index]:
-            continue
-        holder = next((r for r, turn in enumerate(turns) if turn.has_gradient[index]), None)
-        if holder is not None:
+        with_it = [rank for rank, turn in enumerate(turns) if turn.has_gradient[index]]
+        keepers = range(ranks.size) if index in gathered else [] if owner == EVERY_RANK else [owner]
+        without = [rank for rank in keepers if rank not in with_it]
+        if with_it and without:
             raise RankError(
-                f"parameter {place[1]} of group {place[0]} has a gradient on rank {holder} and "
-                f"none on rank {owner}, which keeps its state; average gradients over the ranks "
-                "before step(): train with DistributedDataParallel, or call reduce_to_owner()"
+                f"parameter {place[1]} of group {place[0]} has a gradient on rank {with_it[0]} and "
+                f"none on rank {without[0]}, which keeps its state; average gradients over the "
+                "ranks before step(): train with DistributedDataParallel or fully_shard, or call "
+                "reduce_to_owner()"
             )
+    if len({turn.gathered for turn in turns}) > 1:
+        left = [len(turn.gathered) for turn in turns]
+        raise RankError(
+            f"a step failed while ranks updated matrices together, and has left {left} windows of "
+            "them on the ranks, which cannot go on with it; load a checkpoint"
+        )

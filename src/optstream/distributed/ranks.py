@@ -39,6 +39,7 @@ class Ranks:
         rank: of this process, among them.
         size: how many they are.
         num_on_host: how many of them run on this machine.
+        members: they, as torch.distributed numbers them; empty without a process group.
         wait_s: running total of seconds in which this rank did nothing but wait for others.
         exchanged_bytes: running total of bytes broadcast, here or by others.
     """
@@ -52,7 +53,7 @@ class Ranks:
         self.rank, self.size, self.num_on_host = 0, 1, 1
         self.wait_s = 0.0
         self.exchanged_bytes = 0
-        self._members = [0]
+        self.members: list[int] = []
         self._gone = ""
         self._group = group
         self._beside: Ranks | None = None
@@ -61,8 +62,8 @@ class Ranks:
         if group is None:
             return
         check_group(group)
-        self._members = sorted(dist.get_process_group_ranks(group))
-        self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
+        self.members = sorted(dist.get_process_group_ranks(group))
+        self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         if self.size > 1:
             # of its own, so that nothing the program sends meanwhile gets between
             self._messages = self._new_group("gloo")
@@ -76,7 +77,7 @@ class Ranks:
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         part = self.size < dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
-            self._members, backend=backend, use_local_synchronization=part
+            self.members, backend=backend, use_local_synchronization=part
         )
         return group
 
@@ -104,14 +105,16 @@ class Ranks:
         """
         try:
             yield
-        except RankError:
-            raise  # the others know
         except BaseException as error:
-            if not getattr(error, "_told_to_ranks", False):  # by a block inside
-                setattr(error, "_told_to_ranks", True)  # noqa: B010
-                self.fail(error)
+            self.tell(error)
             raise
         self.gather(None)
+
+    def tell(self, error: BaseException) -> None:
+        """Call `fail`, unless that was done; of a RankError the others know."""
+        if not isinstance(error, RankError) and not getattr(error, "_told_to_ranks", False):
+            setattr(error, "_told_to_ranks", True)  # noqa: B010
+            self.fail(error)
 
     def _gather(self, value: Any) -> list[Any]:
         if self._messages is None:
@@ -152,7 +155,7 @@ class Ranks:
         self.exchanged_bytes += values.nbytes
         with self.waiting():
             work: dist.Work = dist.broadcast(
-                values, self._members[source], group=self._values, async_op=True
+                values, self.members[source], group=self._values, async_op=True
             )
         return work
 
@@ -160,7 +163,7 @@ class Ranks:
         """Start adding up every rank's `values` into the target rank's; elsewhere they are lost."""
         with self.waiting():
             work: dist.Work = dist.reduce(
-                values, self._members[target], group=self._values, async_op=True
+                values, self.members[target], group=self._values, async_op=True
             )
         return work
 

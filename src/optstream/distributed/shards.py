@@ -46,12 +46,28 @@ def here(value: Value) -> Value:
         return value.to_local().detach()  # type: ignore[attr-defined,no-any-return]
 
 
-def check_shard(name: str, param: Tensor, rule: str, elementwise: bool) -> None:
-    """Refuse a DTensor whose part cannot be updated without the others.
+def as_part(part: Tensor, whole: Tensor | None) -> Tensor:
+    """Return this rank's part of something as a DTensor laid out as `whole`, in the same storage.
 
-    Args:
-        rule: name of the optimizer.
-        elementwise: whether it updates each element by itself.
+    None stands for what is not sharded.
+    """
+    if whole is None:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    # without the shape torch would take all parts for as large as this one
+    return DTensor.from_local(
+        part,
+        mesh_of(whole),
+        whole.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def check_sum(name: str, param: Tensor) -> None:
+    """Refuse a DTensor that is a sum still to be made.
 
     Raises:
         UnsupportedOptimizerError: the message names the parameter.
@@ -62,12 +78,25 @@ def check_shard(name: str, param: Tensor, rule: str, elementwise: bool) -> None:
             f"{name} is a DTensor with a sum that is still to be made ({placements}); give the "
             "optimizer what redistribute() makes of it"
         )
-    if is_sharded(param) and not elementwise:
+
+
+def check_shard(name: str, param: Tensor, rule: str, updates: bool) -> None:
+    """Refuse a DTensor that the optimizer cannot update.
+
+    Args:
+        rule: name of the optimizer.
+        updates: whether it can update this rank's part, by itself or together with other ranks.
+
+    Raises:
+        UnsupportedOptimizerError: the message names the parameter.
+    """
+    check_sum(name, param)
+    if is_sharded(param) and not updates:
         raise UnsupportedOptimizerError(
-            f"{name} is sharded ({placements}), and {rule} needs whole parameters: the update of a "
-            "shard by itself would be another one; give it to an elementwise rule (AdamW, SGD; a "
-            "class of your own says so with is_elementwise(group)), or train with "
-            "DistributedDataParallel and process_group="
+            f"{name} is sharded ({param.placements}), and {rule} needs whole parameters: the "  # type: ignore[attr-defined]
+            "update of a shard by itself would be another one; give it to optstream.Muon or an "
+            "elementwise rule (AdamW, SGD; a class of your own says so with "
+            "is_elementwise(group)), or train with DistributedDataParallel and process_group="
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from optstream.errors import ConfigError
+from optstream.distributed.gathering import run_on_owners
+from optstream.distributed.shards import check_shard_gradient, here
+from optstream.errors import ConfigError, OffloadError
 from optstream.muon.coefficients import Triple
 from optstream.muon.options import check_group
+from optstream.muon.sharded import Scattered, is_scattered, scattered, wholes_at_once
 from optstream.muon.update import muon_flops, update_matrices
 
 
@@ -112,6 +115,10 @@ class Muon(Optimizer):
         """Count Newton-Schulz's operations, by which ranks share out parameters."""
         return muon_flops(shape, group)
 
+    def gathers(self, group: dict[str, Any], param: Tensor) -> int:
+        """Tell `offload` how much of a DTensor is put together here; 0: its parts are apart."""
+        return wholes_at_once(group, param)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not param_group.get("use_muon", self.defaults["use_muon"]):
             param_group.setdefault("lr", self.defaults["adamw_lr"])
@@ -119,7 +126,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(param_group)
-        except ConfigError:
+        except OffloadError:
             self.param_groups.pop()
             raise
         del param_group["adamw_lr"], param_group["adamw_weight_decay"]
@@ -143,32 +150,44 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; each by itself.
 
+        The ranks of a mesh step together, with gradients of the same parameters.
+
         Args:
             closure: re-evaluates the model and returns the loss, which is returned.
 
         Raises:
             ConfigError: a sparse gradient.
+            UnsupportedOptimizerError: a gradient that is not sharded as its parameter.
+            RankError: a rank that has parts of the same matrices is gone.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        tasks: list[Scattered] = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
-                if param.grad.is_sparse:
-                    raise ConfigError(
-                        "Muon needs dense gradients; build the embedding with sparse=False"
-                    )
-            if not group["use_muon"]:
+                _check_gradient(group, param)
+            if group["use_muon"]:
+                tasks += self._muon(group, params)
+            else:
                 self._adamw(group, params)
-                continue
-            for param in params:
-                state = self.state[param]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                update_matrices(group, param, param.grad, state["momentum_buffer"])
+        run_on_owners(tasks)
         return loss
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> Iterator[Scattered]:
+        """Update the parameters that this rank can update by itself; yield the others."""
+        for param in params:
+            state = self.state[param]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            assert param.grad is not None
+            tensors: tuple[Tensor, Tensor, Tensor] = param, param.grad, state["momentum_buffer"]
+            if is_scattered(group, param):
+                yield from scattered(group, *tensors)
+            else:
+                update_matrices(group, *map(here, tensors))
 
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         states = [self.state[param] for param in params]
@@ -182,10 +201,10 @@ class Muon(Optimizer):
         if not params:
             return
         adamw(
-            params,
-            [param.grad for param in params if param.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [here(param) for param in params],
+            [here(param.grad) for param in params if param.grad is not None],
+            [here(state["exp_avg"]) for state in states],
+            [here(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
@@ -199,6 +218,13 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+
+def _check_gradient(group: dict[str, Any], param: Tensor) -> None:
+    assert param.grad is not None
+    if param.grad.is_sparse:
+        raise ConfigError("Muon needs dense gradients; build the embedding with sparse=False")
+    check_shard_gradient(f"a parameter of shape {tuple(param.shape)}", param, param.grad)
 
 
 OPTIONS = tuple(

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optstream.distributed.parts import parts_of
+from optstream.distributed.shards import check_sum
 from optstream.errors import ConfigError
 from optstream.muon.coefficients import COEFFICIENTS, as_table
+from optstream.muon.sharded import is_scattered
 from optstream.muon.splits import as_rule, block_shapes
 
 MOMENTUM_MODES = ("ema", "classical")
@@ -23,6 +26,7 @@ def check_group(group: dict[str, Any]) -> None:
 
     Raises:
         ConfigError: names the option, its value and what is allowed.
+        UnsupportedOptimizerError: a DTensor whose matrices cannot be put together; names it.
     """
     _number(group, "lr", "a number >= 0 or a tensor with one element", low=0.0)
     _number(group, "weight_decay", "a number >= 0", low=0.0)
@@ -86,6 +90,9 @@ def _check_param(group: dict[str, Any], param: Tensor, index: int) -> None:
     except ConfigError as error:
         advice = "give the group another split, or use_muon=False (muon_groups sorts a whole model)"
         raise ConfigError(f"{name}: {error}; {advice}") from None
+    check_sum(name, param)
+    if is_scattered(group, param):
+        parts_of(name, param)
 
 
 def _number(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def muon_flops(shape: Sequence[int], group: dict[str, Any]) -> int:
         return 0
     coefficients = schedule(group["ns_coefficients"], group["ns_steps"])
     device = torch.device("cpu")
-    dtype = _ns_dtype(group, torch.empty(0, device=device))
+    dtype = ns_dtype(group, torch.empty(0, device=device))
     flops = 0
     for count, rows, cols in block_shapes(shape, group["split"], group["transposed"]):
         gram = uses_gram(rows, cols, dtype, device)
@@ -53,15 +53,31 @@ def update_matrices(group: dict[str, Any], param: Tensor, grad: Tensor, buffer: 
     """
     if param.numel() == 0:
         return
-    _add_gradient(group, buffer, grad)
-    views = [blocks(t, group["split"], group["transposed"]) for t in (param, grad, buffer)]
-    for param_block, grad_block, buffer_block in zip(*views, strict=True):
-        chunks = [_batches(block) for block in (param_block, grad_block, buffer_block)]
-        for batch in zip(*chunks, strict=True):
-            _update_batch(group, *batch)
+    add_gradient(group, buffer, grad)
+    for of_param, of_grad, of_buffer in batches(group, param, grad, buffer):
+        update = orthogonalised(group, look_ahead(group, of_grad, of_buffer))
+        decay(group, of_param, update)
+        step(group, of_param, update, scale(group, *matrix_shape(of_param)))
 
 
-def _add_gradient(group: dict[str, Any], buffer: Tensor, grad: Tensor) -> None:
+def batches(group: dict[str, Any], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of tensors of a parameter's shape, each of matrices of one shape.
+
+    Views have the shape (n, k, g, r, cols), see `splits.blocks`.
+    """
+    views = [blocks(tensor, group["split"], group["transposed"]) for tensor in tensors]
+    for block in zip(*views, strict=True):
+        yield from zip(*map(_batches, block), strict=True)
+
+
+def matrix_shape(batch: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of the matrices in a batch."""
+    _, _, g, r, *cols = batch.shape
+    return g * r, math.prod(cols)
+
+
+def add_gradient(group: dict[str, Any], buffer: Tensor, grad: Tensor) -> None:
+    """Advance the momentum."""
     sign = -1 if group["maximize"] else 1
     if group["momentum_mode"] == "classical":
         buffer.mul_(group["momentum"]).add_(grad, alpha=sign)
@@ -71,33 +87,30 @@ def _add_gradient(group: dict[str, Any], buffer: Tensor, grad: Tensor) -> None:
         buffer.neg_().lerp_(grad, 1 - group["momentum"]).neg_()
 
 
-def _update_batch(group: dict[str, Any], param: Tensor, grad: Tensor, buffer: Tensor) -> None:
-    """Update matrices of one shape; views of shape (n, k, g, r, cols)."""
-    update = _look_ahead(group, grad, buffer) if group["nesterov"] else buffer
-    n, k, g, r, *cols = param.shape
-    matrices = update.reshape(n * k, g * r, math.prod(cols))
-    update = newton_schulz(
-        matrices,
-        schedule(group["ns_coefficients"], group["ns_steps"]),
-        eps=group["ns_eps"],
-        dtype=_ns_dtype(group, matrices),
-    ).reshape(param.shape)
-    _decay(group, param, update)
-    step_size = group["lr"] * _scale(group["adjust_lr_fn"], g * r, math.prod(cols))
-    if isinstance(step_size, Tensor):
-        param.sub_(update.to(step_size.dtype) * step_size)
-    else:
-        param.add_(update, alpha=-step_size)
-
-
-def _look_ahead(group: dict[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
+def look_ahead(group: dict[str, Any], grad: Tensor, buffer: Tensor) -> Tensor:
+    """Return what is to be orthogonalised; without `nesterov` the momentum itself."""
+    if not group["nesterov"]:
+        return buffer
     update = -grad if group["maximize"] else grad.clone()
     if group["momentum_mode"] == "ema":
         return update.lerp_(buffer, group["momentum"])
     return update.add_(buffer, alpha=group["momentum"])
 
 
-def _decay(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
+def orthogonalised(group: dict[str, Any], batch: Tensor) -> Tensor:
+    """Return what Newton-Schulz makes of each matrix of a batch, in `ns_dtype`."""
+    n, k, *_ = batch.shape
+    matrices = batch.reshape(n * k, *matrix_shape(batch))
+    return newton_schulz(
+        matrices,
+        schedule(group["ns_coefficients"], group["ns_steps"]),
+        eps=group["ns_eps"],
+        dtype=ns_dtype(group, matrices),
+    ).reshape(batch.shape)
+
+
+def decay(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
+    """Decay weights, or a part of them with its part of the update."""
     if group["weight_decay"] == 0:
         return
     factor = group["lr"] * group["weight_decay"]
@@ -107,7 +120,18 @@ def _decay(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
         param.mul_(1 - factor)
 
 
-def _scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+def step(group: dict[str, Any], param: Tensor, update: Tensor, scale: float) -> None:
+    """Move weights, or a part of them, against their part of the update."""
+    step_size = group["lr"] * scale
+    if isinstance(step_size, Tensor):
+        param.sub_(update.to(step_size.dtype) * step_size)
+    else:
+        param.add_(update, alpha=-step_size)
+
+
+def scale(group: dict[str, Any], rows: int, cols: int) -> float:
+    """Return what the update of a matrix of this shape is multiplied by, beside `lr`."""
+    adjust_lr_fn = group["adjust_lr_fn"]
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     if adjust_lr_fn == "spectral":
@@ -115,7 +139,8 @@ def _scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def _ns_dtype(group: dict[str, Any], matrices: Tensor) -> torch.dtype:
+def ns_dtype(group: dict[str, Any], matrices: Tensor) -> torch.dtype:
+    """Return the dtype of Newton-Schulz's products and result."""
     name = group["ns_dtype"]
     return default_ns_dtype(matrices) if name is None else getattr(torch, name)
 

@@ -11,16 +11,17 @@ from optstream.plan.plan import (
     parse_window_bytes,
 )
 from optstream.plan.specs import (
+    EXTENT_ALIGNMENT,
     MASTER,
     MAX_TILE,
     SCRATCH_ALIGNMENT,
+    Gathered,
     ParamSpec,
     StateTensor,
     Temporaries,
     stored_bytes,
 )
 from optstream.plan.windows import (
-    EXTENT_ALIGNMENT,
     SLICE_ALIGNMENT,
     Extent,
     Piece,
@@ -41,6 +42,7 @@ __all__ = [
     "SCRATCH_ALIGNMENT",
     "SLICE_ALIGNMENT",
     "Extent",
+    "Gathered",
     "ParamSpec",
     "Piece",
     "Plan",

@@ -15,8 +15,8 @@ import torch
 from optstream.codecs import coder_bytes
 from optstream.errors import ConfigError
 from optstream.plan.resident import choose_resident
-from optstream.plan.specs import ParamSpec, Temporaries
-from optstream.plan.windows import EXTENT_ALIGNMENT, Window, build_windows
+from optstream.plan.specs import EXTENT_ALIGNMENT, MASTER, ParamSpec, Temporaries
+from optstream.plan.windows import Window, build_windows
 from optstream.units import aligned, format_bytes
 
 NUM_SLOTS = 4
@@ -188,6 +188,8 @@ class Plan:
         )
 
     def _window_update_bytes(self, window: Window) -> int:
+        if window.gathered:
+            return _gathered_bytes([self.params[piece.param] for piece in window.pieces])
         batched = sequential = first = all_first = 0
         for piece in window.pieces:
             spec = self.params[piece.param]
@@ -201,6 +203,16 @@ class Plan:
             of_first = spec.of_tile(spec.first_bytes, numel)
             first, all_first = max(first, of_first), all_first + of_first
         return max(batched + sequential, first, min(all_first, FIRST_RUN_BYTES))
+
+
+def _gathered_bytes(specs: Sequence[ParamSpec]) -> int:
+    """Return what updating a window allocates whose parameters ranks update together.
+
+    They are updated by one call, which makes the state that is new and then takes whole parameters
+    one after the other.
+    """
+    made = sum(state.num_bytes for spec in specs for state in spec.states if state.key != MASTER)
+    return made + max(spec.temporary_bytes + spec.exchange_bytes for spec in specs)
 
 
 def parse_window_bytes(window_bytes: int) -> int:

@@ -21,6 +21,9 @@ ENCODED_TILE = 2**18
 SCRATCH_ALIGNMENT = 64
 """Bytes, as torch's own allocations."""
 
+EXTENT_ALIGNMENT = 64
+"""Bytes, as torch's own allocations: a matrix product may depend on its operands' alignment."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
@@ -66,6 +69,19 @@ class Temporaries(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """Says that an update takes all parts of a parameter, which several ranks hold.
+
+    Attributes:
+        at_once: how many times the largest part one rank puts together at once.
+        numel: elements of the largest part.
+    """
+
+    at_once: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """What the plan needs to know of a parameter.
 
@@ -79,6 +95,8 @@ class ParamSpec:
         temporaries: which temporaries of an update live at the same time.
         first_bytes: peak of what the first update allocates, the new state included.
         temporary_bytes: peak of what any later update allocates.
+        gathered: where its matrices are put together for an update; `shape` is then that of this
+            rank's part, the two peaks are those of the whole.
         numel, has_master, is_encoded: what follows from those, asked for at every step.
     """
 
@@ -94,6 +112,7 @@ class ParamSpec:
     temporaries: Temporaries = Temporaries.ONE
     first_bytes: int = 0
     temporary_bytes: int = 0
+    gathered: Gathered | None = None
     numel: int = field(init=False, repr=False, compare=False)
     has_master: bool = field(init=False, repr=False, compare=False)
     is_encoded: bool = field(init=False, repr=False, compare=False)
@@ -138,3 +157,22 @@ class ParamSpec:
         ]
         sizes += [numel] if self.has_master else []
         return sum(aligned(size * 4, SCRATCH_ALIGNMENT) for size in sizes)
+
+    @property
+    def largest_part_bytes(self) -> int:
+        """Return the bytes that the largest part takes in a window."""
+        assert self.gathered is not None
+        return sum(
+            aligned(stored_bytes(state.codec, self.gathered.numel, state.dtype), EXTENT_ALIGNMENT)
+            for state in self.states
+        )
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Return what bringing the whole together takes on the rank that updates it.
+
+        It has the whole and the result, and a part of what every other rank puts together.
+        """
+        assert self.gathered is not None
+        itemsize = max(4, *(state.dtype.itemsize for state in self.states))
+        return 3 * self.gathered.at_once * self.gathered.numel * itemsize

@@ -3,6 +3,10 @@
 Parameters are taken in order until a window holds `window_bytes` of stored state. A rule that is
 elementwise gets flat slices, so that one huge parameter does not break the bound; any other rule
 gets whole parameters.
+
+Parameters that ranks update together have windows of their own, the first ones. These end where
+they would end with the largest parts, so that all ranks have as many and the same parameters in
+each.
 """
 
 from __future__ import annotations
@@ -14,15 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from optstream.codecs import EXACT
-from optstream.plan.specs import ParamSpec, stored_bytes
+from optstream.plan.specs import EXTENT_ALIGNMENT, ParamSpec, stored_bytes
 from optstream.units import PAGE_BYTES, aligned
 
 SLICE_ALIGNMENT = 4096
 """Elements. Vectorised kernels give the same bits for a slice as for the whole when slices start at
 multiples of this (tests/parity/test_slices.py)."""
-
-EXTENT_ALIGNMENT = 64
-"""Bytes, as torch's own allocations: a matrix product may depend on its operands' alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,13 @@ class Window:
         pieces: in the order of their extents.
         data_bytes: size on the drive behind the header, a multiple of PAGE_BYTES.
         device: where all its parameters live.
+        gathered: all ranks update it together.
     """
 
     pieces: tuple[Piece, ...]
     data_bytes: int
     device: str
+    gathered: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -93,19 +96,27 @@ class Window:
 
 def build_windows(params: Sequence[ParamSpec], first: int, window_bytes: int) -> Iterator[Window]:
     """Yield the windows of parameters whose indices start at `first`."""
-    builder = _WindowBuilder(window_bytes)
-    for index, spec in enumerate(params, first):
-        yield from builder.add(index, spec)
-    yield from builder.finish()
+    for gathered in (True, False):
+        builder = _WindowBuilder(window_bytes, gathered)
+        for index, spec in enumerate(params, first):
+            if (spec.gathered is not None) == gathered:
+                yield from builder.add(index, spec)
+        yield from builder.finish()
 
 
 class _WindowBuilder:
-    """Fills one window at a time."""
+    """Fills one window at a time.
 
-    def __init__(self, window_bytes: int) -> None:
+    Attributes:
+        end: bytes of it that are taken.
+        largest_end: of parameters that ranks update together: bytes with the largest parts.
+    """
+
+    def __init__(self, window_bytes: int, gathered: bool) -> None:
         self.window_bytes = window_bytes
+        self.gathered = gathered
         self.pieces: list[Piece] = []
-        self.end = 0
+        self.end = self.largest_end = 0
         self.device = ""
 
     def add(self, index: int, spec: ParamSpec) -> Iterator[Window]:
@@ -115,6 +126,11 @@ class _WindowBuilder:
         self.device = spec.device
         if spec.elementwise:
             yield from self._add_slices(index, spec)
+        elif self.gathered:
+            if self.pieces and self.largest_end + spec.largest_part_bytes > self.window_bytes:
+                yield from self.finish()
+            self.largest_end += spec.largest_part_bytes
+            self._place(index, spec, 0, spec.numel, whole=True)
         else:
             if self.pieces and self.end + spec.state_bytes > self.window_bytes:
                 yield from self.finish()
@@ -122,8 +138,10 @@ class _WindowBuilder:
 
     def finish(self) -> Iterator[Window]:
         if self.pieces:
-            yield Window(tuple(self.pieces), aligned(self.end, PAGE_BYTES), self.device)
-        self.pieces, self.end = [], 0
+            # a rank whose parts are all empty has a window all the same
+            data_bytes = aligned(max(1, self.end), PAGE_BYTES)
+            yield Window(tuple(self.pieces), data_bytes, self.device, self.gathered)
+        self.pieces, self.end, self.largest_end = [], 0, 0
 
     def _add_slices(self, index: int, spec: ParamSpec) -> Iterator[Window]:
         start = 0

@@ -12,14 +12,18 @@ from torch.optim import Optimizer
 from optstream.checkpoint.manifest import (
     Manifest,
     StoredParam,
-    StoredPiece,
+    StoredShard,
     StoredTensor,
     StoredWindow,
 )
 from optstream.checkpoint.snapshot import Snapshot
+from optstream.distributed.placements import region_of
+from optstream.distributed.region import Region
 from optstream.errors import StateChangedError
 from optstream.layout import hyperparameters
+from optstream.plan import StateTensor
 from optstream.store.base import PIECE_BYTES, FrozenFile
+from optstream.streamed.given import check_shards
 from optstream.streamed.state import StreamedState
 from optstream.update import working_copy
 
@@ -48,10 +52,9 @@ class Freezer:
         Raises:
             OutOfSpaceError: no space for those writes; nothing was frozen.
             StateChangedError: a step failed half-way.
-            CheckpointError: a parameter is sharded.
+            CheckpointError: a shard that is not where its placements say.
         """
         state = self._state
-        state.roster.check_whole("a snapshot of the state")
         if state.num_updated:
             raise StateChangedError(
                 f"a step failed after {state.num_updated} windows; call step() again with the same "
@@ -106,25 +109,27 @@ class Freezer:
 
     def _param(self, index: int) -> StoredParam:
         record, spec = self._state.records[index], self._state.plan.params[index]
+        param = self._state.roster.param(index)
+        region = region_of(spec.name, param)
+        if region != Region.whole(param.shape):
+            check_shards(spec, record)
         tensors = {
-            state.key: StoredTensor(
-                state.dtype,
-                state.shape,
-                state.stride,
-                tuple(self._pieces(index, state.key)),
-                state.codec,
-            )
+            state.key: self._tensor(index, state, tuple(param.shape), region)
             for state in spec.states
             if state.key in record.stored
         }
-        kept = working_copy(record.kept)
-        return StoredParam(spec.shape, spec.dtype, tensors, kept, dict(record.unplanned))
+        kept, unplanned = working_copy(record.kept), dict(record.unplanned)
+        return StoredParam(tuple(param.shape), spec.dtype, tensors, kept, unplanned)
 
-    def _pieces(self, index: int, key: str) -> Iterator[StoredPiece]:
-        for window, piece in self._state.roster.pieces(index):
-            extent = piece.extent(key)
-            numel = extent.numel
-            yield StoredPiece(window, extent.offset, piece.start, numel)
+    def _tensor(
+        self, index: int, state: StateTensor, shape: tuple[int, ...], region: Region
+    ) -> StoredTensor:
+        pieces = tuple(self._state.roster.stored_pieces(index, state.key))
+        if region == Region.whole(shape):
+            shards = (StoredShard(Region.whole(state.shape), pieces),)
+            return StoredTensor(state.dtype, state.shape, state.stride, shards, state.codec)
+        shards = (StoredShard(region, pieces),)
+        return StoredTensor(state.dtype, shape, None, shards, state.codec)
 
     def bytes_off(self, directory: Path) -> int:
         """Return the bytes of windows that cannot be linked into a directory: other drives'."""

@@ -16,11 +16,13 @@ from optstream.checkpoint.conversion import check_weights, report_conversions
 from optstream.checkpoint.directory import open_checkpoint, verify
 from optstream.checkpoint.manifest import Manifest
 from optstream.checkpoint.match import check_class, check_groups, compare, fitting
+from optstream.checkpoint.parts import Held
 from optstream.checkpoint.snapshot import Snapshot
-from optstream.distributed.shards import here
+from optstream.distributed.placements import region_of
 from optstream.errors import CheckpointError, RankError, WindowIOError
 from optstream.layout import Shell, hyperparameters
 from optstream.store.base import PIECE_BYTES
+from optstream.streamed.given import gathers, held, own_part, same_windows, whole_specs
 from optstream.streamed.state import StreamedState
 from optstream.update import Record, working_copy
 
@@ -46,43 +48,56 @@ class Loader:
             WindowReadError: bytes are not what was written.
         """
         source = f"checkpoint {path}"
-        with self._state.ranks.together():
-            snapshot = open_checkpoint(path)
-            manifest = snapshot.manifest
-            check_class(source, manifest.optimizer, self._optimizer, strict)
-            outlines = {name: snapshot.outline(name) for name in manifest.params}
-            shapes = {name: param.shape for name, param in manifest.params.items()}
-            given = self.check(source, manifest.groups, outlines, strict, shapes)
-            weights = self._split_weights(given)
-            check_weights(source, snapshot, weights, strict)
+        together = self._state.ranks.together
+        with together():
+            with together():  # before weights are gathered: nobody shall wait there for a rank
+                snapshot = open_checkpoint(path)
+                manifest = snapshot.manifest
+                check_class(source, manifest.optimizer, self._optimizer, strict)
+                outlines = {name: snapshot.outline(name) for name in manifest.params}
+                shapes = {name: param.shape for name, param in manifest.params.items()}
+                given = self.check(source, manifest.groups, outlines, strict, shapes)
+            check_weights(source, snapshot, self._split_weights(given, manifest), strict)
             if check:
                 verify(snapshot, self._windows_needed(manifest))
         with self.on_all_ranks(source):
             if given.keys() != outlines.keys() or not self._adopt(source, snapshot):
-                if not check:
-                    verify(snapshot, self._windows_needed(manifest))
-                self._copy(source, snapshot, given, weights)
+                self._copy(source, snapshot, given, check=not check)
         return manifest.step
 
-    def _copy(
-        self, source: str, snapshot: Snapshot, given: States, weights: Mapping[str, Tensor]
-    ) -> None:
-        report_conversions(source, snapshot.manifest, self._state.plan.params)
-        folder = self._state.store.folder
-        mine = [spec.name for spec in self._state.plan.params if spec.name in given]
-        states = {name: snapshot.state(name, weights.get(name), folder) for name in mine}
+    def _copy(self, source: str, snapshot: Snapshot, given: States, check: bool) -> None:
+        specs, stored = self._state.plan.params, snapshot.manifest.params
+        params = {s.name: self._state.roster.param(i) for i, s in enumerate(specs)}
+        regions = {name: region_of(name, param) for name, param in params.items()}
+        gathering = {n for n, p in params.items() if n in given and gathers(p, stored[n])}
+        with self._all_or_none(bool(gathering)):
+            report_conversions(source, snapshot.manifest, specs, regions)
+            if check:
+                verify(snapshot, self._windows_needed(snapshot.manifest))
+        folder, states = self._state.store.folder, {}
+        for name in filter(given.__contains__, params):
+            weight = held(name, params[name], stored[name])
+            with self._all_or_none(name in gathering):
+                states[name] = snapshot.state(name, weight, folder, regions[name])
         self.put(source, snapshot.manifest.groups, states)
+
+    def _all_or_none(self, gathering: bool) -> contextlib.AbstractContextManager[None]:
+        """Where weights are gathered, which all ranks know, let none wait there for a failed one.
+
+        Elsewhere another rank may have taken files as they are and be through.
+        """
+        return self._state.ranks.together() if gathering else contextlib.nullcontext()
 
     def _windows_needed(self, manifest: Manifest) -> set[int]:
         """Return the windows of a checkpoint that hold what this rank keeps."""
-        stored = (manifest.params.get(spec.name) for spec in self._state.plan.params)
-        return {
-            piece.window
-            for param in stored
-            if param is not None
-            for tensor in param.tensors.values()
-            for piece in tensor.pieces
-        }
+        windows: set[int] = set()
+        for index, spec in enumerate(self._state.plan.params):
+            stored = manifest.params.get(spec.name)
+            region = region_of(spec.name, self._state.roster.param(index))
+            for tensor in stored.tensors.values() if stored else ():
+                shards = [s for s in tensor.shards if tensor.is_whole or s.region.meets(region)]
+                windows |= {piece.window for shard in shards for piece in shard.pieces}
+        return windows
 
     @contextlib.contextmanager
     def on_all_ranks(self, source: str) -> Iterator[None]:
@@ -94,15 +109,12 @@ class Loader:
             self._state.broken = self._state.broken or _broken(source)
             raise
 
-    def _split_weights(self, given: States) -> dict[str, Tensor]:
-        """Return, by name, the parameters that split masters may belong to."""
-        specs = enumerate(self._state.plan.params)
-        param = self._state.roster.param
-        return {
-            spec.name: here(param(index))
-            for index, spec in specs
-            if spec.name in given and spec.dtype == torch.bfloat16
-        }
+    def _split_weights(self, given: States, manifest: Manifest) -> Iterator[tuple[str, Held]]:
+        """Yield the parameters that split masters may belong to, with their names."""
+        for index, spec in enumerate(self._state.plan.params):
+            if spec.name in given and spec.dtype == torch.bfloat16 and spec.name in manifest.params:
+                param = self._state.roster.param(index)
+                yield spec.name, held(spec.name, param, manifest.params[spec.name])
 
     def check(
         self, source: str, groups: Groups, states: States, strict: bool, shapes: Shapes = _NONE
@@ -120,10 +132,9 @@ class Loader:
         check_groups(source, groups, names, strict)
         known = {name for group in names for name in group}
         self._state.extend({name for name, state in states.items() if state and name in known})
-        self._state.roster.check_whole(source)
         elsewhere = self._state.roster.kept_elsewhere()
         mine = {name: state for name, state in states.items() if name not in elsewhere}
-        differences = compare(self._state.plan.params, mine, list(known), shapes)
+        differences = compare(whole_specs(self._state.roster), mine, list(known), shapes)
         differences.settle(source, strict)
         return {name: state for name, state in states.items() if name not in differences.unfit}
 
@@ -131,10 +142,14 @@ class Loader:
         """Replace all state and hyperparameters by given ones that were checked.
 
         Raises:
-            CheckpointError: the optimizer refuses the hyperparameters; nothing was changed.
+            CheckpointError: the optimizer refuses the hyperparameters, or tensors have other
+                placements than its parameters; nothing was changed.
         """
-        specs = enumerate(self._state.plan.params)
-        given = {i: fitting(spec, state) for i, spec in specs if (state := states.get(spec.name))}
+        given = {}
+        for index, spec in enumerate(self._state.plan.params):
+            if state := states.get(spec.name):
+                param = self._state.roster.param(index)
+                given[index] = own_part(spec.name, param, fitting(spec, state))
         taken = self._of_today(source, groups, given)
         self._state.broken = _broken(source)
         self._state.put(given)
@@ -183,16 +198,13 @@ class Loader:
         No bytes move: windows are read, and held against their digests, when they are next needed.
         """
         manifest, plan = snapshot.manifest, self._state.plan
-        names = {spec.name for spec in plan.params}
-        if not self._is_laid_out(snapshot) or not names <= manifest.params.keys():
+        windows = same_windows(self._state.roster, manifest)
+        if windows is None or snapshot.directory is None or manifest.piece_bytes != PIECE_BYTES:
             return False
+        files = {mine: snapshot.files[stored] for mine, stored in windows.items()}
         taken = self._of_today(source, manifest.groups, {})
         with contextlib.suppress(WindowIOError):  # of the state that is about to go
             self._state.stream.drain()
-        mine = manifest.windows_of(self._state.ranks.rank)
-        files = {
-            window - mine.start: file for window, file in snapshot.files.items() if window in mine
-        }
         before, self._state.broken = self._state.broken, _broken(source)
         if not self._state.store.adopt(files):
             self._state.broken = before
@@ -204,15 +216,6 @@ class Loader:
         self._take_groups(taken)
         self._state.broken = ""
         return True
-
-    def _is_laid_out(self, snapshot: Snapshot) -> bool:
-        manifest = snapshot.manifest
-        return (
-            snapshot.directory is not None
-            and manifest.piece_bytes == PIECE_BYTES
-            and manifest.world_size == self._state.ranks.size
-            and len(manifest.windows_of(self._state.ranks.rank)) == self._state.plan.num_windows
-        )
 
 
 def _broken(source: str) -> str:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from optstream.codecs import EXACT, CodecChoice
-from optstream.distributed.shards import check_shard, check_shard_gradient, here
+from optstream.distributed.shards import check_shard_gradient, here
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
 from optstream.format import is_dense
 from optstream.layout import Layout, find_layout
 from optstream.plan import MASTER, ParamSpec, StateTensor
+from optstream.streamed.gathered import gathered, of_part
 from optstream.streamed.rule import ELEMENTWISE, is_elementwise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -43,11 +44,17 @@ GradientOf = Callable[[Tensor], Tensor | ScaledGradient | None]
 
 
 class Bound(NamedTuple):
-    """A parameter that has a gradient in this step."""
+    """A parameter that has a gradient in this step.
+
+    Attributes:
+        param, grad: this rank's part, if it is sharded.
+        whole: the DTensor, where the optimizer takes it together with other ranks.
+    """
 
     param: Tensor
     grad: Tensor
     factor: Tensor | None = None
+    whole: Tensor | None = None
 
 
 def parameter_names(
@@ -116,15 +123,19 @@ class Describer:
         """
         values = self._optimizer.param_groups[group]
         param = values["params"][position]
-        rule = type(self._optimizer).__name__
-        check_shard(name, param, rule, is_elementwise(self._optimizer, values))
+        together = gathered(name, param, self._optimizer, values)
         check_plain(name, param)
-        existing = {key: here(value) for key, value in self._optimizer.state.get(param, {}).items()}
+        whole, existing = param, self._optimizer.state.get(param, {})
         param = here(param)
         has_master = self._master_weights and param.dtype in LOW_PRECISION
         dtype = torch.float32 if has_master else param.dtype
         stride = torch.empty_like(param, device="meta").stride()
-        layout = self._layout(group, param, stride, dtype, existing)
+        if together is None:
+            existing = {key: here(value) for key, value in existing.items()}
+            layout = self._layout(group, param, stride, dtype, existing)
+        else:
+            layout = self._layout(group, whole, whole.stride(), dtype, existing)
+            layout = of_part(name, layout, whole, param)
         states = layout.tensors
         if has_master:
             states = (StateTensor(MASTER, tuple(param.shape), stride, dtype), *states)
@@ -141,6 +152,7 @@ class Describer:
             temporaries=layout.temporaries,
             first_bytes=layout.first_bytes,
             temporary_bytes=layout.temporary_bytes,
+            gathered=together,
         )
 
     def _same(self, value: T) -> T:
@@ -236,11 +248,13 @@ def bind(specs: Sequence[ParamSpec], groups: Groups, gradient_of: GradientOf) ->
         if grad is not None:
             grad, factor = grad if isinstance(grad, ScaledGradient) else (grad, None)
             assert factor is None or spec.has_master
+            whole = None
             if hasattr(param, "placements") or hasattr(grad, "placements"):
                 check_shard_gradient(spec.name, param, grad)
+                whole = param if spec.gathered else None
                 param, grad = here(param), here(grad)
             _check_same(spec, param)
-            bound[index] = Bound(param, _dense_grad(spec, grad), factor)
+            bound[index] = Bound(param, _dense_grad(spec, grad), factor, whole)
     return bound
 
 
@@ -248,8 +262,8 @@ def _check_same(spec: ParamSpec, param: Tensor) -> None:
     if param.shape != spec.shape or param.dtype != spec.dtype:
         raise ModelChangedError(
             f"{spec.name} is now {tuple(param.shape)} {param.dtype}, its state on the drive is for "
-            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its "
-            "final shape and dtype"
+            f"{spec.shape} {spec.dtype}; wrap the optimizer after the model has its final shape "
+            "and dtype (after fully_shard)"
         )
     if spec.elementwise and not param.is_contiguous():
         # a flat slice of it would be a copy, and its update lost

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.checkpoint.manifest import StoredPiece
 from optstream.codecs import CodecChoice
 from optstream.distributed.exchange import EXCHANGE_BYTES, flat, is_dense
 from optstream.distributed.ownership import Cost
+from optstream.distributed.parts import parts_of
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here, is_sharded
 from optstream.distributed.shares import EVERY_RANK, Part, Place, Shares
-from optstream.errors import CheckpointError, ConfigError
+from optstream.errors import ConfigError, ModelChangedError
 from optstream.plan import ParamSpec, Piece, Plan, Window
 from optstream.streamed.params import Describer, parameter_names, unplanned
 from optstream.streamed.rule import update_flops
@@ -102,6 +104,16 @@ class Roster:
         spec = self.plan.params[index]
         return self._at((spec.group, spec.position))
 
+    def first(self, window: int) -> int:
+        """Return the first parameter in a window, by its index in the shares."""
+        return self.own[self.plan.windows[window].pieces[0].param]
+
+    @property
+    def gathered(self) -> set[int]:
+        """Parameters that all ranks update together, by their indices in the shares."""
+        specs = zip(self.own, self.plan.params, strict=True)
+        return {index for index, spec in specs if spec.gathered is not None}
+
     def existing_states(self) -> dict[int, dict[str, Any]]:
         """Return what the optimizer holds in memory, by index in the plan."""
         kept = self._optimizer.state
@@ -112,6 +124,21 @@ class Roster:
         """Return where a parameter of the plan lies: windows, and its pieces in them."""
         return self._pieces[index]
 
+    def stored_pieces(self, index: int, key: str) -> Iterator[StoredPiece]:
+        """Yield where a state tensor of a parameter lies: windows are this rank's."""
+        for window, piece in self.pieces(index):
+            extent = piece.extent(key)
+            yield StoredPiece(window, extent.offset, piece.start, extent.numel)
+
+    def tensors_at(self, window: int, start: int, stop: int) -> list[str]:
+        """Return "name/key" of what lies in a range of bytes of a window's data."""
+        return [
+            f"{self.plan.params[piece.param].name}/{extent.key}"
+            for piece in self.plan.windows[window].pieces
+            for extent in piece.extents
+            if extent.offset < stop and start < extent.offset + extent.num_bytes
+        ]
+
     def values(self, rank: int, window: int, has_gradient: bytes) -> Iterator[Tensor]:
         """Yield the storage of what a window of a rank updates, as bytes; shards are left out."""
         for part in self.shares.windows[rank][window]:
@@ -120,23 +147,29 @@ class Roster:
                 param = here(self._at(self.shares.places[part.param]))
                 yield flat(param)[part.start : part.stop].view(torch.uint8)
 
-    def check_whole(self, what: str) -> None:
-        """Refuse what would take this rank's part of a parameter for all of it.
-
-        Raises:
-            CheckpointError: a parameter is sharded.
-        """
-        places = zip(self.shares.places, self.shares.owners, strict=True)
-        sharded = [self.name(*place) for place, owner in places if owner == EVERY_RANK]
-        if sharded:
-            raise CheckpointError(
-                f"{what}: {sharded[0]} and {len(sharded) - 1} more are sharded (DTensor), and this "
-                "version has no checkpoints or state_dicts of shards; a training that must resume "
-                "needs the optimizer without offload, or DistributedDataParallel"
-            )
+    @property
+    def all_here(self) -> bool:
+        """Whether no parameter's state is on one of several ranks alone."""
+        return self._ranks.size == 1 or all(owner == EVERY_RANK for owner in self.shares.owners)
 
     def _at(self, place: Place) -> Tensor:
         return self._optimizer.param_groups[place[0]]["params"][place[1]]  # type: ignore[no-any-return]
+
+    def check_model(self) -> None:
+        """Refuse a step for which the model has gradients in other parameters than the optimizer's.
+
+        Raises:
+            ModelChangedError: names the first.
+        """
+        of_model = dict(self._model.named_parameters()) if self._model is not None else {}
+        for place, name in self._names.items():
+            param = of_model.get(name)
+            if param is not None and param.grad is not None and param is not self._at(place):
+                raise ModelChangedError(
+                    f"{name} of the model has a gradient and is no longer the parameter that the "
+                    "optimizer has: fully_shard, or something like it, has replaced it since; "
+                    "make the optimizer, and wrap it, after that"
+                )
 
     def check_materialised(self) -> None:
         """Refuse parameters without values, which no step could update.
@@ -205,8 +238,12 @@ class Roster:
         specs = [self._describe(place) for place in places]
         if not self.shares.places:
             self._codecs.check_used()
-        costs = [cost_of(spec, self._optimizer) for spec in specs]
-        owners = self.shares.owners_of(costs, [is_sharded(self._at(place)) for place in places])
+        sharded = [is_sharded(self._at(place)) for place in places]
+        costs = [
+            Cost(0, spec.state_bytes) if in_parts else cost_of(spec, self._optimizer)
+            for spec, in_parts in zip(specs, sharded, strict=True)
+        ]
+        owners = self.shares.owners_of(costs, sharded)
         mine = [i for i, owner in enumerate(owners) if owner in (self._ranks.rank, EVERY_RANK)]
         with self._ranks.together():
             plan = reserve(self.plan.extended([specs[i] for i in mine]))
@@ -231,12 +268,24 @@ class Roster:
     def _describe(self, place: Place) -> ParamSpec:
         name, param = self.name(*place), self._at(place)
         spec = self.describer.describe(name, *place)
+        if spec.gathered is not None:
+            self._check_together(name, param)
         if self._ranks.size > 1 and not is_sharded(param) and not is_dense(here(param)):
             raise ConfigError(
                 f"{name} has gaps or overlaps in its storage (strides {param.stride()}) and cannot "
                 "be sent to other ranks; make it contiguous"
             )
         return spec
+
+    def _check_together(self, name: str, param: Tensor) -> None:
+        """Refuse what ranks update together unless all of them agree on every step."""
+        others = set(parts_of(name, param).ranks)
+        if not others <= set(self._ranks.members):
+            raise ConfigError(
+                f"{name} is sharded over the ranks {sorted(others)}, which orthogonalise it "
+                "together, so that they must agree on every step: give offload() "
+                "process_group=torch.distributed.group.WORLD, or another group that has them all"
+            )
 
 
 def cost_of(spec: ParamSpec, optimizer: Optimizer) -> Cost:

@@ -52,6 +52,18 @@ def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def gathers(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> int | None:
+    """Tell whether a DTensor is updated together with the ranks that have its other parts.
+
+    A class that updates DTensors of matrices by whole matrices says so with a method
+    `gathers(group, param) -> int`: how many times the largest part one rank puts together at once;
+    0 where this rank's part is a parameter by itself. Its step then gets DTensors, the same ones on
+    all those ranks. None: it has no such method.
+    """
+    own = getattr(optimizer, "gathers", None)
+    return None if own is None else int(own(group, param))
+
+
 def update_flops(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Count the operations of updating one parameter, beyond a pass over it.
 

@@ -15,10 +15,10 @@ from optstream.checkpoint.merge import merged
 from optstream.checkpoint.publish import publish
 from optstream.checkpoint.snapshot import Snapshot
 from optstream.distributed.ranks import Ranks
-from optstream.distributed.shards import here
 from optstream.errors import OutOfSpaceError
 from optstream.stream.background import Background
 from optstream.streamed.freezing import Freezer
+from optstream.streamed.given import part_of
 from optstream.streamed.state import StreamedState
 
 
@@ -68,7 +68,7 @@ class Saver:
         planned = [
             (roster.param(index), spec) for index, spec in enumerate(self._state.plan.params)
         ]
-        return {param: snapshot.state(spec.name, here(param), folder) for param, spec in planned}
+        return {param: part_of(snapshot, spec.name, param, folder) for param, spec in planned}
 
 
 def _publish(settled: Callable[[], Snapshot], path: Path, ranks: Ranks) -> None:
@@ -77,5 +77,9 @@ def _publish(settled: Callable[[], Snapshot], path: Path, ranks: Ranks) -> None:
         snapshot = settled()
     manifest = merged(ranks.gather(snapshot.manifest))
     mine = manifest.windows_of(ranks.rank)
-    files = {mine[window]: file for window, file in snapshot.files.items()}
+    files = {
+        mine[window]: file
+        for window, file in snapshot.files.items()
+        if manifest.windows[mine[window]].file  # else another rank's has the same
+    }
     publish(Snapshot(manifest, files, directory=None), path, ranks)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from optstream.checkpoint.match import some
 from optstream.distributed.agreement import Turn, check_turns, make_turn
 from optstream.distributed.exchange import Exchange
+from optstream.distributed.lockstep import Lockstep
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shards import here
 from optstream.errors import ModelChangedError, RankError, StateChangedError, WindowIOError
@@ -70,6 +71,7 @@ class StreamedState:
         self._optimizer = optimizer
         self._updater = Updater(optimizer, codec_seed)
         self._backwards = False
+        self._moves = False  # some rank, in this step: all of them turn their scans together
         self._done: set[int] = set()
         self._num_left = 0
 
@@ -140,6 +142,7 @@ class StreamedState:
         self._updater.step = number
         with self._waits_counted(), self.ranks.together(), self._progress_named(number):
             turns, bound = self._take_turns()
+            self._moves = self._moves or any(turn.windows for turn in turns)
             mine = turns[self.ranks.rank].windows
             exchange = Exchange(
                 self.ranks,
@@ -170,27 +173,37 @@ class StreamedState:
             self._extend([each.wanted for each in turns])
             turn, bound = self._turn()
             turns = self.ranks.gather(turn)
-        check_turns(self.ranks, turns, self.roster.shares, self._optimizer.param_groups)
+        groups, shares = self._optimizer.param_groups, self.roster.shares
+        check_turns(self.ranks, turns, shares, groups, self.roster.gathered)
         return turns, bound
 
     def _turn(self) -> tuple[Turn, dict[int, Bound]]:
         groups = self._optimizer.param_groups
         gradient_of = gradient_source(self._optimizer)
         bound = bind(self.plan.params, groups, gradient_of)
+        if not bound:
+            self.roster.check_model()
         left = [window for window in self._order(bound) if window not in self._done]
         shares, wanted = self.roster.shares, self.roster.wanted()
-        return make_turn(shares, groups, wanted, left, gradient_of), bound
+        together = [self.roster.first(window) for window in left if self._is_gathered(window)]
+        return make_turn(shares, groups, wanted, left, together, gradient_of), bound
 
     def _update(self, left: Sequence[int], bound: Mapping[int, Bound], exchange: Exchange) -> None:
         self._num_left = len(left)
-        with self._windows(left, bound) as windows:
+        lockstep = Lockstep(self.ranks, any(map(self._is_gathered, left[:1])))
+        with self._windows(left, bound) as windows, lockstep:
             for window, data in windows:
+                lockstep.meet(self._is_gathered(window))
                 start = time.perf_counter()
                 self._updater.update(self.plan, self.plan.windows[window], data, bound)
                 self.update_s += time.perf_counter() - start
                 self._done.add(window)
                 self._num_left -= 1
                 exchange.advance()
+            lockstep.meet(False)
+
+    def _is_gathered(self, window: int) -> bool:
+        return self.plan.windows[window].gathered
 
     @property
     def num_updated(self) -> int:
@@ -216,20 +229,15 @@ class StreamedState:
         if error.window is None:
             return []
         start = error.offset - len(self.store.file(error.window).header)
-        return [
-            f"{self.plan.params[piece.param].name}/{extent.key}"
-            for piece in self.plan.windows[error.window].pieces
-            for extent in piece.extents
-            if extent.offset < start + error.num_bytes and start < extent.offset + extent.num_bytes
-        ]
+        return self.roster.tensors_at(error.window, start, start + error.num_bytes)
 
     def _finish(self) -> None:
         groups = self._optimizer.param_groups
         advancing = range(len(groups)) if self.roster.describer.advances_groups else ()
         self._updater.commit(groups, advancing)
-        if self._done:
+        if self._moves:
             self._backwards = not self._backwards
-        self._done = set()
+        self._moves, self._done = False, set()
         if self._updater.followed:
             names = sorted(self._updater.followed)
             log.info(
@@ -266,7 +274,7 @@ class StreamedState:
         """Forget what is in memory, and a step that failed half-way; keep these instead."""
         self._updater.reset()
         self._updater.records.update(records)
-        self._done, self._num_left = set(), 0
+        self._moves, self._done, self._num_left = False, set(), 0
 
     # -- windows ----------------------------------------------
 
@@ -285,6 +293,7 @@ class StreamedState:
             for index, window in enumerate(self.plan.windows)
             if any(piece.param in bound for piece in window.pieces)
         ]
+        active.sort(key=lambda index: not self._is_gathered(index))  # at one end on all ranks
         return active[::-1] if self._backwards else active
 
     def _device(self, window: int, bound: Mapping[int, Bound]) -> torch.device:

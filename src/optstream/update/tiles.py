@@ -9,70 +9,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optstream.codecs import Place, in_memory_order, salt
-from optstream.plan import (
-    FIRST_RUN_BYTES,
-    MASTER,
-    MAX_TILE,
-    Extent,
-    ParamSpec,
-    Piece,
-    Plan,
-    Temporaries,
-    Window,
-)
+from optstream.distributed.shards import as_part
+from optstream.plan import MASTER, MAX_TILE, Extent, ParamSpec, Piece, Plan, Temporaries, Window
 from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy
+from optstream.update.runs import Tile, batches, first_batches
 from optstream.update.views import ExtentViews, GradientScratch, is_copied, part_of
-
-TRIM_BYTES = 4 * 2**20
-"""Of parameters updated by rules with temporaries, after which freed memory is given back."""
-
-MAX_RUN = 256
-"""Tiles: each is some KiB of Python and torch objects, however small the parameter."""
 
 _ONLY_MASTER = frozenset({MASTER})
 _NOTHING: Mapping[str, Decoded] = {}
 
 
-@dataclass(eq=False, slots=True)
-class Tile:
-    """A tile of a piece (`start`: in the flat parameter), ready for the optimizer.
-
-    Attributes:
-        target: of the parameter.
-        state: what the optimizer gets.
-        views: where it is to be afterwards, by key.
-        decoded: of those, what is encoded in the window.
-        makes_state: the optimizer has none for it yet and makes it.
-    """
-
-    spec: ParamSpec
-    param: int
-    start: int
-    target: Tensor
-    proxy: nn.Parameter
-    state: dict[str, Any]
-    views: dict[str, Tensor]
-    decoded: Mapping[str, Decoded]
-    makes_state: bool
-
-
 @dataclass(frozen=True)
 class _Gradient:
-    """A piece of a parameter, the parameter's whole gradient, and its own attributes."""
+    """A piece of a parameter and the parameter's whole gradient."""
 
     target: Tensor
     grad: Tensor
-    factor: Tensor | None
-    attributes: Mapping[str, Any]
+    bound: Bound
 
 
 @dataclass
@@ -107,14 +68,14 @@ class Tiles:
         for piece in window.pieces:
             if piece.param in bound:
                 spec = plan.params[piece.param]
-                is_new = self._makes_state(spec, piece.param)
+                is_new = not window.gathered and self._makes_state(spec, piece.param)
                 kind = copied if is_copied(bound[piece.param].grad, piece) else plain
                 (encoded if spec.is_encoded else new if is_new and kind is plain else kind).append(
                     piece
                 )
         # new state is made by the optimizer itself: little at a time keeps that within the bound
-        yield from _first_batches(self._plain(plan, new, buffer, bound))
-        yield from _batches(self._plain(plan, plain, buffer, bound))
+        yield from first_batches(self._plain(plan, new, buffer, bound))
+        yield from batches(self._plain(plan, plain, buffer, bound), at_once=window.gathered)
         # one tile at a time, too: no plan counts copies of gradients
         yield from ([tile] for tile in self._plain(plan, copied, buffer, bound))
         if encoded:
@@ -164,10 +125,12 @@ class Tiles:
         gradients = self._gradients.spaces(plan, pieces, bound)
         of_window = ExtentViews(buffer)
         for piece in pieces:
-            spec, (param, gradient, factor) = plan.params[piece.param], bound[piece.param]
+            spec, there = plan.params[piece.param], bound[piece.param]
             views = {extent.key: of_window.view(extent) for extent in piece.extents}
-            target = part_of(param, piece)  # the proxy is what detaches it
-            gradient, wide = (gradient.detach() if gradient.requires_grad else gradient), None
+            target = part_of(there.param, piece)  # the proxy is what detaches it
+            gradient, wide = there.grad, None
+            if gradient.requires_grad:
+                gradient = gradient.detach()
             if spec.has_master:
                 master = views[MASTER]
                 self._load_master(spec, self.records[piece.param], master, target)
@@ -176,15 +139,15 @@ class Tiles:
             if is_copied(gradient, piece):
                 max_tile = min(max_tile, MAX_TILE)
             if piece.numel <= max_tile:
-                grad = _widened(wide, part_of(gradient, piece), factor)
-                yield self._tile(spec, piece, 0, target, grad, views, vars(param))
+                grad = _widened(wide, part_of(gradient, piece), there.factor)
+                yield self._tile(spec, piece, 0, target, grad, views, there)
                 continue
             for start in range(0, piece.numel, max_tile):
                 part = slice(start, min(start + max_tile, piece.numel))
                 grad = part_of(gradient, piece, part.start, part.stop)
-                grad = _widened(None if wide is None else wide[part], grad, factor)
+                grad = _widened(None if wide is None else wide[part], grad, there.factor)
                 of_tile = {key: view[part] for key, view in views.items()}
-                yield self._tile(spec, piece, start, target[part], grad, of_tile, vars(param))
+                yield self._tile(spec, piece, start, target[part], grad, of_tile, there)
 
     def _encoded(
         self, plan: Plan, pieces: Sequence[Piece], buffer: Tensor, bound: Mapping[int, Bound]
@@ -197,14 +160,14 @@ class Tiles:
             whole = _Gradient(
                 part_of(here.param.detach(), piece),
                 here.grad.detach(),
-                here.factor,
-                vars(here.param),
+                here,
             )
             alone = spec.temporaries is Temporaries.BATCHED or self._makes_state(spec, piece.param)
+            alone |= spec.gathered is not None  # whatever fits here, all ranks make the same calls
             for start in _starts(piece, spec):
                 stop = min(start + spec.max_tile, piece.numel)
                 if run and (alone or not scratch.fits(spec.scratch_bytes(stop - start))):
-                    yield from _batches(run)
+                    yield from batches(run)
                     run = []
                 if not run:
                     scratch.clear()
@@ -212,7 +175,7 @@ class Tiles:
                 if alone:
                     yield run
                     run = []
-        yield from _batches(run)
+        yield from batches(run)
 
     def _decode(
         self,
@@ -236,10 +199,10 @@ class Tiles:
             else:
                 self._load_master(spec, self.records[piece.param], views[MASTER], target)
             wide = scratch.take(stop - start).as_strided(target.shape, views[MASTER].stride())
-            grad = _widened(wide, grad, whole.factor)
+            grad = _widened(wide, grad, whole.bound.factor)
         for key in decoded.keys() & stored - {MASTER}:
             scratch.decode(decoded[key], Place())
-        return self._tile(spec, piece, start, target, grad, views, whole.attributes, decoded)
+        return self._tile(spec, piece, start, target, grad, views, whole.bound, decoded)
 
     def _tile(
         self,
@@ -249,21 +212,22 @@ class Tiles:
         target: Tensor,
         grad: Tensor,
         views: dict[str, Tensor],
-        attributes: Mapping[str, Any],
+        bound: Bound,
         decoded: Mapping[str, Decoded] = _NOTHING,
     ) -> Tile:
         record = self.records[piece.param]
-        proxy = nn.Parameter(views[MASTER] if spec.has_master else target, requires_grad=True)
-        if attributes:  # rules ask parameters what they are (tensor parallel, QKV)
+        values = views[MASTER] if spec.has_master else target
+        proxy = nn.Parameter(as_part(values, bound.whole))
+        if attributes := vars(bound.param):  # rules ask what they are (tensor parallel, QKV)
             vars(proxy).update(attributes)
-        proxy.grad = grad
+        proxy.grad = as_part(grad, bound.whole)
         start += piece.start
         state = working_copy(record.kept)
         if record.unplanned:
             state.update(record.unplanned.get(start, {}))
         for key, view in views.items():
             if key in record.stored and key != MASTER:
-                state[key] = view
+                state[key] = as_part(view, bound.whole)
         makes_state = self._makes_state(spec, piece.param)
         return Tile(spec, piece.param, start, target, proxy, state, views, decoded, makes_state)
 
@@ -298,38 +262,3 @@ def _widened(wide: Tensor | None, grad: Tensor, factor: Tensor | None) -> Tensor
 def _starts(piece: Piece, spec: ParamSpec) -> range:
     """Return where the tiles of an encoded piece start; one that is empty has one."""
     return range(0, max(1, piece.numel), max(1, spec.max_tile))
-
-
-def _batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Yield what one call of the optimizer updates: MAX_RUN, TRIM_BYTES where one by one.
-
-    Ordering: kept; a rule that batches keeps its batch, where it is fast.
-    """
-    run: list[Tile] = []
-    run_bytes = 0
-    for tile in tiles:
-        run.append(tile)
-        run_bytes += tile.proxy.nbytes if tile.spec.temporaries is Temporaries.ONE else 0
-        if run_bytes >= TRIM_BYTES or len(run) == MAX_RUN:
-            yield run
-            run, run_bytes = [], 0
-    if run:
-        yield run
-
-
-def _first_batches(tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
-    """Yield tiles that make their state: each by itself, or as many small ones as are planned for.
-
-    Ordering: kept.
-    """
-    run: list[Tile] = []
-    run_bytes = 0
-    for tile in tiles:
-        first_bytes = tile.spec.of_tile(tile.spec.first_bytes, tile.proxy.numel())
-        if run and (run_bytes + first_bytes > FIRST_RUN_BYTES or len(run) == MAX_RUN):
-            yield run
-            run, run_bytes = [], 0
-        run.append(tile)
-        run_bytes += first_bytes
-    if run:
-        yield run

@@ -34,8 +34,9 @@ from optstream.plan import EXACT, MASTER, Plan, Temporaries, Window
 from optstream.streamed.params import Bound
 from optstream.units import format_bytes
 from optstream.update.record import Record, SharedRecords
-from optstream.update.tiles import TRIM_BYTES, Tile, Tiles
-from optstream.update.views import extent_view, part_of
+from optstream.update.runs import TRIM_BYTES, Tile
+from optstream.update.tiles import Tiles
+from optstream.update.views import extent_view, given_part
 
 log = logging.getLogger("optstream")
 
@@ -81,7 +82,7 @@ class Updater:
         buffer: Tensor,
         states: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        """Put given states, as a plain optimizer keeps them, into a window.
+        """Put given states, as a plain optimizer keeps them or Parted, into a window.
 
         Raises:
             StateChangedError: a tensor that does not fit what the optimizer keeps for its
@@ -98,7 +99,7 @@ class Updater:
                 if key not in extents and not is_streamed(value):
                     record.kept[key] = kept_value(value, spec.dtype, wide)
                     continue
-                part = part_of(here(value).detach(), piece)
+                part = given_part(value, piece)
                 extent = extents.get(key)
                 if extent is None or part.shape != extent.shape:
                     raise StateChangedError(
@@ -203,7 +204,7 @@ class Updater:
         unplanned: dict[str, Tensor] = {}
         for key, value in state.items():
             view = tile.views.get(key)
-            if view is not None and _is_put(value, view):
+            if view is not None and _is_put(here(value), view):
                 stored.add(key)
             elif is_streamed(value):
                 unplanned[key] = value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from optstream.distributed.shards import here
 from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, aligned
 from optstream.streamed.params import Bound
 
@@ -79,6 +81,23 @@ def _row_major(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         yield tensor[first:last]
     if last * row < stop:
         yield from _row_major(tensor[last], 0, stop - last * row)
+
+
+class Parted(Protocol):
+    """A tensor that is elsewhere, of which flat elements, row by row, can be had."""
+
+    shape: tuple[int, ...]
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return elements, flat."""
+
+
+def given_part(value: Tensor | Parted, piece: Piece) -> Tensor:
+    """Return what of given state, of this rank or of a DTensor, a piece is."""
+    if isinstance(value, Tensor):
+        return part_of(here(value).detach(), piece)
+    part = value.part(piece.start, piece.stop)
+    return part.view(value.shape) if piece.whole else part
 
 
 class GradientScratch:
