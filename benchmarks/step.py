@@ -4,6 +4,7 @@
     python benchmarks/step.py DIR --only drive --windows 64MiB 256MiB --threads 1 2 4 8
     python benchmarks/step.py DIR --only memory       # store="memory" against the plain optimizer
     python benchmarks/step.py DIR --only linear       # 1, 2, 4, 8 times the state
+    python benchmarks/step.py DIR --only small        # 20000 parameters of 64 elements, and plain
     python benchmarks/step.py DIR --only muon         # Muon streamed against Muon in memory
     python benchmarks/step.py DIR --codec split bf16 int8   # against exact, bfloat16 parameters
     python benchmarks/step.py DIR --drive-bandwidth 100MB/s ...   # as on a slower drive
@@ -179,6 +180,27 @@ def linear(args: argparse.Namespace) -> None:
         )
 
 
+def small(args: argparse.Namespace) -> None:
+    """Time what each parameter costs besides its bytes, against the plain optimizer's own step."""
+
+    def make() -> torch.optim.Optimizer:
+        params = [torch.nn.Parameter(torch.full((64,), 0.5)) for _ in range(20000)]
+        for param in params:
+            param.grad = torch.randn(64)
+        return make_optimizer("adamw", params)
+
+    plain = make()
+    with contextlib.closing(optstream.offload(make(), args.directory, window="1MiB")) as streamed:
+        streamed.step()
+        contestants = {"small": streamed.step, "plain": plain.step}
+        seconds = run_rounds(contestants, max(args.rounds, 15))
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    print(
+        f"20000 parameters of 64 elements: streamed / plain AdamW (fused) "
+        f"{median['small'] / median['plain']:.2f} ({median['plain']:.3f} s)"
+    )
+
+
 def muon(args: argparse.Namespace) -> None:
     """Time a streamed Muon step against the same step in memory; the update is the longer part."""
     num_matrices = max(4, parse_bytes(args.state) // 8 // (4 * 2**20))
@@ -215,7 +237,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codec", nargs="+", choices=CODECS, help="only these, against exact")
-    parser.add_argument("--only", choices=["drive", "memory", "linear", "muon"])
+    parser.add_argument("--only", choices=["drive", "memory", "linear", "small", "muon"])
     args = parser.parse_args()
     with contextlib.ExitStack() as held:
         if args.drive_bandwidth:
@@ -244,6 +266,8 @@ def run(args: argparse.Namespace) -> None:
         against_memory(args)
     if args.only in (None, "linear"):
         linear(args)
+    if args.only in (None, "small"):
+        small(args)
     if args.only in (None, "muon"):
         muon(args)
 

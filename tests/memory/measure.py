@@ -44,6 +44,12 @@ class Case:
     codec: str = "exact"
 
 
+def adamw_named(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW on parameters with names as long as those of large models."""
+    name = "model.language_model.layers.{}.mlp.experts.gate.scale".format
+    return torch.optim.AdamW([(name(i), p) for i, p in enumerate(params)], fused=True)
+
+
 BF16 = torch.bfloat16
 TALL = (2048, 64)
 LONG = (8192, 1024)
@@ -54,6 +60,7 @@ CASES = {
     "adamw-fused-one-parameter": Case(
         lambda p: torch.optim.AdamW(p, fused=True), 8, shape=(100 * 1024, 1024)
     ),
+    "adamw-fused-small": Case(lambda p: adamw_named(p), 8, shape=(8, 8)),
     "sgd": Case(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
     "adamw-for-bf16": Case(lambda p: torch.optim.AdamW(p, foreach=False), 12, dtype=BF16),
     "adafactor-bf16": Case(lambda p: torch.optim.Adafactor(p), 4, shape=(512, 512), dtype=BF16),
@@ -145,22 +152,25 @@ def main() -> None:
         optimizer.step()
         step_bytes.append(memory.take_peak())
     plan = optimizer.plan
-    if plan.resident_bytes:  # a save writes these windows, the step behind a load reads them
-        optimizer.save(f"{directory}/checkpoint")
-        optimizer.load(f"{directory}/checkpoint")
-        optimizer.step()
-    checkpoint_bytes = memory.take_peak()
+    optimizer.save(f"{directory}/checkpoint")
+    saving_bytes = memory.take_peak()
+    optimizer.load(f"{directory}/checkpoint")
+    loading_bytes = memory.take_peak()
+    optimizer.step()
+    step_bytes.append(memory.take_peak())
     optimizer.close()
     memory.take_peak()
     closed_bytes = memory.take_peak()
     result = {
         "bound": plan.peak_host_bytes,
+        "bookkeeping": plan.bookkeeping_bytes,
         "state": plan.state_bytes,
         "num_windows": plan.num_windows,
         "resident": plan.resident_bytes,
         "wrapping": wrapping_bytes,
         "steps": step_bytes,
-        "checkpoint": checkpoint_bytes,
+        "saving": saving_bytes,
+        "loading": loading_bytes,
         "closed": closed_bytes,
     }
     json.dump(result, sys.stdout)

@@ -17,6 +17,7 @@ from torch import nn
 import optstream
 from optstream.plan import (
     EXTENT_ALIGNMENT,
+    FIRST_RUN_BYTES,
     MASTER,
     MIN_WINDOW_BYTES,
     NUM_SLOTS,
@@ -148,7 +149,8 @@ def test_a_window_too_small_is_refused(size: int) -> None:
 def test_the_peak_is_slots_and_one_update() -> None:
     plain = spec("a", (2**18, 10))
     plan = Plan(2**20).extended([plain])
-    assert plan.peak_host_bytes == NUM_SLOTS * plan.slot_bytes + OVERHEAD_BYTES
+    fixed = plan.bookkeeping_bytes + OVERHEAD_BYTES
+    assert plan.peak_host_bytes == NUM_SLOTS * plan.slot_bytes + fixed
 
     loop = spec("a", (2**18,), temporaries=Temporaries.ONE, temporary_bytes=4 * 2**18)
     plan = Plan(2**20).extended([loop] * 4)
@@ -161,8 +163,8 @@ def test_the_peak_is_slots_and_one_update() -> None:
     masters = spec("a", (2**18, 10), keys=(MASTER, "exp_avg"))
     plan = Plan(2**20).extended([masters])
     assert plan.gradient_bytes == 4 * 2**17
-    expected = NUM_SLOTS * plan.slot_bytes + plan.gradient_bytes + OVERHEAD_BYTES
-    assert plan.peak_host_bytes == expected
+    buffers = NUM_SLOTS * plan.slot_bytes + plan.gradient_bytes
+    assert plan.peak_host_bytes == buffers + plan.bookkeeping_bytes + OVERHEAD_BYTES
 
 
 def test_matrices_of_several_ranks_have_the_same_windows_on_all() -> None:
@@ -188,8 +190,24 @@ def test_matrices_of_several_ranks_have_the_same_windows_on_all() -> None:
 
 
 def test_the_peak_does_not_depend_on_the_size_of_the_model() -> None:
-    peaks = [Plan(2**20).extended([spec("a", (2**18, n))] * 3).peak_host_bytes for n in (2, 40)]
+    plans = [Plan(2**20).extended([spec("a", (2**18, n))] * 3) for n in (2, 40)]
+    peaks = [plan.peak_host_bytes - plan.bookkeeping_bytes for plan in plans]
     assert peaks[0] == peaks[1]
+
+
+def test_bookkeeping_is_little_beside_the_state() -> None:
+    layers = [spec(f"h.{n}", (4096, 4096)) for n in range(400)]
+    plan = Plan(256 * 2**20).extended(layers)
+    assert plan.bookkeeping_bytes < plan.state_bytes / 5000
+    assert plan.bookkeeping_bytes < NUM_SLOTS * plan.slot_bytes / 100
+    small = Plan(2**20).extended([spec(f"h.{n}", (64,)) for n in range(20000)])
+    assert small.bookkeeping_bytes > 10 * small.state_bytes
+
+
+def test_small_parameters_make_their_state_together() -> None:
+    first = replace(spec("a", (2**10,)), first_bytes=2**13)
+    assert Plan(2**22).extended([first] * 4).update_bytes == 2**15
+    assert Plan(2**22).extended([first] * 200).update_bytes == FIRST_RUN_BYTES
 
 
 @pytest.mark.parametrize("ram", [0, "30%", "80%"])

@@ -32,6 +32,10 @@ FIRST_RUN_BYTES = 2**20
 OVERHEAD_BYTES = 32 * 2**20
 """Threads, Python objects and allocator slack: what does not depend on windows or the model."""
 
+PARAM_BYTES, EXTENT_BYTES, WINDOW_BYTES = 6 * 2**10, 3 * 2**10, 8 * 2**10
+"""For each planned: names, specs, headers, files, and the manifest of a save or a load; measured
+where names have 50 characters (tests/memory)."""
+
 DEVICE_OVERHEAD_BYTES = 16 * 2**20
 """On an accelerator: comparing masters with their parameters, and the allocator's rounding."""
 
@@ -127,7 +131,14 @@ class Plan:
     def peak_host_bytes(self) -> int:
         """The most anonymous host memory ever used above the model and its gradients."""
         buffers = self.resident_bytes + self.num_slots * self.slot_bytes + self.exchange_bytes
-        return buffers + self._working_bytes("cpu") + OVERHEAD_BYTES
+        return buffers + self._working_bytes("cpu") + self.bookkeeping_bytes + OVERHEAD_BYTES
+
+    @cached_property
+    def bookkeeping_bytes(self) -> int:
+        """What keeping track of parameters and windows takes, whatever their size."""
+        pieces = [piece for window in self.windows for piece in window.pieces]
+        of_extents = EXTENT_BYTES * sum(len(piece.extents) for piece in pieces)
+        return PARAM_BYTES * len(self.params) + of_extents + WINDOW_BYTES * self.num_windows
 
     @cached_property
     def peak_device_bytes(self) -> int:

@@ -127,8 +127,10 @@ class Tiles:
         for piece in pieces:
             spec, there = plan.params[piece.param], bound[piece.param]
             views = {extent.key: of_window.view(extent) for extent in piece.extents}
-            target = part_of(there.param.detach(), piece)
-            gradient, wide = there.grad.detach(), None
+            target = part_of(there.param, piece)  # the proxy is what detaches it
+            gradient, wide = there.grad, None
+            if gradient.requires_grad:
+                gradient = gradient.detach()
             if spec.has_master:
                 master = views[MASTER]
                 self._load_master(spec, self.records[piece.param], master, target)
