@@ -197,7 +197,7 @@ class Training:
             state.stream.drain()
         seconds = time.perf_counter() - start
         if self._forward_only:
-            state._backwards = False
+            state.progress.backwards = False
             state.stream._mover.look_ahead(range(state.plan.num_windows))
         bound = None if state is None else state.plan.peak_host_bytes
         report = None if state is None else vars(self.optimizer.report)
