@@ -80,10 +80,12 @@ def remove_directory(path: Path) -> None:
     Raises:
         StoreError: it cannot be removed.
     """
+    doomed = path.with_name(path.name + DOOMED)
+    if os.path.lexists(doomed):
+        raise StoreError(
+            errno.EEXIST, f"removing {path} needs the name {doomed}, which is taken; move it away"
+        )
     try:
-        doomed = path.with_name(path.name + DOOMED)
-        if doomed.exists():
-            shutil.rmtree(doomed)
         path.rename(doomed)
         sync(path.parent)
         shutil.rmtree(doomed)

@@ -269,7 +269,9 @@ def test_every_changed_or_lost_byte_of_the_manifest_is_noticed(saved: Checkpoint
         file.write_bytes(whole[:length])
         with pytest.raises(OffloadError, match="manifest"):
             optstream.verify(path)
-    for other in (b"\xff" * 100, b"[" * 100_000, b"null", b"[]", b'{"format": 1}', whole + b"\n"):
+    utf_16 = whole.decode().encode("utf-16")
+    garbage = (b"\xff" * 100, b"[" * 100_000, b"null", b"[]", b'{"format": 1}')
+    for other in (*garbage, whole + b"\n", utf_16):
         file.write_bytes(other)
         with pytest.raises(OffloadError, match="manifest"):
             optstream.verify(path)
@@ -277,8 +279,8 @@ def test_every_changed_or_lost_byte_of_the_manifest_is_noticed(saved: Checkpoint
     optstream.verify(path)
 
 
-def tensor_of(body: Any) -> Any:
-    return body["params"]["group0.param0"]["tensors"]["exp_avg"]
+def tensor_of(body: Any, param: int = 0) -> Any:
+    return body["params"][f"group0.param{param}"]["tensors"]["exp_avg"]
 
 
 @pytest.mark.parametrize(
@@ -343,6 +345,8 @@ def tensor_of(body: Any) -> Any:
         lambda b: tensor_of(b)["pieces"][0].pop(),
         lambda b: tensor_of(b)["pieces"].pop(),
         lambda b: tensor_of(b)["pieces"].reverse(),
+        lambda b: tensor_of(b, 4).update(stride=[2**64, 1]),
+        lambda b: tensor_of(b, 4).update(shape=[0, 2**62, 2**62], stride=None, codec="bf16"),
         lambda b: b["params"]["group0.param0"].update(kept=[1]),
         lambda b: b["params"]["group0.param0"].update(unplanned={"dict": [[0, 1]]}),
         lambda b: b["params"]["group0.param0"].update(shape=None),

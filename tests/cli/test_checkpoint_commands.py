@@ -162,12 +162,24 @@ def test_nothing_is_replaced_without_force(command, saved, tmp_path, name):
     assert [path.name for path in tmp_path.iterdir() if path.name != "place"] == [name]
 
 
-def test_force_replaces_no_other_directory(command, saved, tmp_path):
+@pytest.mark.parametrize("name", ["thesis.txt", "index.json"])
+def test_force_replaces_no_other_directory(command, saved, tmp_path, name):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
+    (tmp_path / "mine" / name).write_text("{}")
     outcome = command("export", saved[0], tmp_path / "mine", "--force")
     assert_failed(outcome, "is no export")
-    assert (tmp_path / "mine" / "thesis.txt").exists()
+    assert (tmp_path / "mine" / name).read_text() == "{}"
+
+
+def test_force_replaces_no_export_with_other_files(command, saved, tmp_path, monkeypatch):
+    assert command("export", saved[0], tmp_path / "o").code == 0
+    (tmp_path / "o" / "thesis.txt").touch()
+    assert_failed(command("export", saved[0], tmp_path / "o", "--force"), "is no export")
+    (tmp_path / "o" / "thesis.txt").rename(tmp_path / "thesis.txt")
+    monkeypatch.setattr("optstream.durable.exchange", lambda *_: False)
+    (tmp_path / "o.old").mkdir()
+    assert_failed(command("export", saved[0], tmp_path / "o", "--force"), "o.old", "move it away")
+    assert (tmp_path / "o" / "index.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ log = logging.getLogger("optstream")
 TORCH_SUFFIXES = (".pt", ".pth")
 INDEX = "index.json"
 FORMAT = "optstream export"
+_FILE = re.compile(rf"{re.escape(INDEX)}|state-\d{{5}}-of-\d{{5}}\.safetensors", re.ASCII)
+_START_BYTES = 100
 FILE_BYTES = 2**30
 """Most tensor bytes in one safetensors file, unless one tensor is larger."""
 
@@ -128,8 +131,17 @@ def _check_target(target: Path, force: bool) -> None:
     if not force:
         raise ConfigError(f"{target} is there; give another path, or --force to replace it")
     wants_file = target.suffix.lower() in TORCH_SUFFIXES
-    if wants_file != target.is_file() or not (wants_file or (target / INDEX).is_file()):
+    if wants_file != target.is_file() or not (wants_file or _is_export(target)):
         raise ConfigError(f"{target} is no export, so it is not replaced; give another path")
+
+
+def _is_export(target: Path) -> bool:
+    """Tell whether it is a directory that an export made, with nothing else in it."""
+    if not (target / INDEX).is_file():
+        return False
+    if not all(_FILE.fullmatch(child.name) for child in target.iterdir()):
+        return False
+    return f'"format": "{FORMAT}"'.encode() in (target / INDEX).read_bytes()[:_START_BYTES]
 
 
 def _check_space(target: Path, needed_bytes: int) -> None:

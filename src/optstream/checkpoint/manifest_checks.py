@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -66,6 +67,8 @@ def _check_window(window: StoredWindow, piece_bytes: int) -> None:
 
 
 def _check_tensor(name: str, tensor: StoredTensor, windows: Sequence[StoredWindow]) -> None:
+    if math.prod(max(size, 1) for size in tensor.shape) > _MAX_BYTES:
+        raise ValueError(f"{name} of shape {tensor.shape} cannot be")
     if tensor.codec != EXACT and tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype} and stored as {tensor.codec}")
     if not cover(tensor.shape, tuple(shard.region for shard in tensor.shards)):

@@ -66,7 +66,8 @@ def from_json(data: bytes, path: str) -> Manifest:
         FormatError: damaged, another program's, or a newer version's; `path` is named.
     """
     try:
-        document = json.loads(data)
+        text = data.decode()
+        document = json.loads(text)
         known = document["format"] == FORMAT
         version = document["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -77,8 +78,7 @@ def from_json(data: bytes, path: str) -> Manifest:
         raise FormatError(
             f"{path} has version {version}, this reads up to {VERSION}; update optstream"
         )
-    text = data.decode().split(_BODY, 1)[-1].removesuffix(_END)
-    if _sealed(text, version) != data:
+    if _sealed(text.split(_BODY, 1)[-1].removesuffix(_END), version) != data:
         raise FormatError(f"{path} was changed after it was written: its digest does not fit")
     try:
         manifest = _parse(document["body"], path)
@@ -220,7 +220,7 @@ def _sizes(values: list[int]) -> tuple[int, ...]:
 
 
 def _size(value: object) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no size")
     return value
 
