@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     import torch
     from memory_group import MemoryGroup
 
-WIDTH = 1024
-STATE_BYTES = 8 * (WIDTH * WIDTH + WIDTH)
-"""Of AdamW, for one layer."""
 _SAMPLE_S = 0.002
+
+
+def state_bytes(width: int) -> int:
+    """Return the bytes of AdamW's state for one layer."""
+    return 8 * (width * width + width)
 
 
 class DiedError(Exception):
@@ -58,8 +60,8 @@ class Contestant:
         Args:
             kind: "plain" (torch's optimizer in memory), "forward" (mapped, never backwards), or a
                 store.
-            options: num_layers, train (whether gradients are computed), threads, and those of
-                offload.
+            options: num_layers and their width, threads, train (whether gradients are computed and
+                memory is sampled all the time), and those of offload.
         """
         options |= {"kind": kind, "directory": str(directory)}
         options["procs"] = None if group is None else str(group.procs)
@@ -116,11 +118,12 @@ class Contestant:
 
 
 class Peak:
-    """The most anonymous memory since the last question, sampled."""
+    """The most anonymous memory since the last question, if it is sampled; else what it is now."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampled: bool) -> None:
         self._peak = 0
-        threading.Thread(target=self._sample, daemon=True).start()
+        if sampled:  # a thread that would take time from a step
+            threading.Thread(target=self._sample, daemon=True).start()
 
     def take(self) -> int:
         peak, self._peak = max(self._peak, read_status("RssAnon")), 0
@@ -149,11 +152,12 @@ class Training:
         warm_up()
         torch.set_num_threads(options.pop("threads", 1))
         torch.manual_seed(0)
-        num_layers, self._train = options.pop("num_layers"), options.pop("train")
+        num_layers, width = options.pop("num_layers"), options.pop("width")
+        self._train = options.pop("train")
         self._forward_only = options["kind"] == "forward"
-        self._layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-        self._inputs, self._targets = torch.randn(2, 8, WIDTH)
-        self._shared = torch.full((WIDTH * WIDTH,), 1e-3)
+        self._layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(num_layers))
+        self._inputs, self._targets = torch.randn(2, 8, width)
+        self._shared = torch.full((width * width,), 1e-3)
         self.loss = self.gradients()
         self._options = options
         self.optimizer: Any = None
@@ -224,7 +228,8 @@ def main() -> None:
     procs = options.pop("procs")
     if procs is not None:
         Path(procs).write_text("0")
-    training, peak = Training(options), Peak()
+    peak = Peak(sampled=options["train"])
+    training = Training(options)
     training.gradients()
     print(json.dumps({"anon_bytes": peak.take()}), flush=True)
     for line in sys.stdin:

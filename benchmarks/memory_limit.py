@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from limited import STATE_BYTES, Contestant, DiedError
+from limited import Contestant, DiedError, state_bytes
 from memory_group import MemoryGroup, NoGroupError
 
 from optstream.units import format_bytes, parse_bytes
@@ -68,7 +68,8 @@ def started(
 ) -> Iterator[Contestant]:
     """Start a contestant under its limit; `more` are options of offload."""
     grouped = limit_bytes is not None and args.limit_by == "cgroup"
-    options = {"num_layers": args.num_layers, "threads": args.threads, "train": False, **more}
+    options = {"num_layers": args.num_layers, "width": args.width, "threads": args.threads}
+    options |= {"train": False, **more}
     if kind != "plain":
         options.setdefault("window", args.window)
     contestant = Contestant(kind, args.directory, MemoryGroup() if grouped else None, **options)
@@ -204,6 +205,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="a directory on the drive to measure")
     parser.add_argument("--state", default="4GiB")
+    parser.add_argument("--width", type=int, default=1024, help="of a layer")
     parser.add_argument("--window", default="64MiB")
     parser.add_argument("--steps", type=int, default=4, help="of the survival part")
     parser.add_argument(
@@ -220,8 +222,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="every step of the speed part")
     args = parser.parse_args()
     args.window_bytes = parse_bytes(args.window)
-    args.num_layers = max(1, parse_bytes(args.state) // STATE_BYTES)
-    args.state_bytes = args.num_layers * STATE_BYTES
+    args.num_layers = max(1, parse_bytes(args.state) // state_bytes(args.width))
+    args.state_bytes = args.num_layers * state_bytes(args.width)
     return args
 
 

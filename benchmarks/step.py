@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,7 @@ def against_drive(args: argparse.Namespace, name: str, window: str, threads: int
             f"{median['buffered'] / median['step']:17.2f}",
             flush=True,
         )
+    gc.collect()  # parameters of 4 GiB in a cycle would still be there beside the next ones
 
 
 def against_memory(args: argparse.Namespace) -> None:

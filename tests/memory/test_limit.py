@@ -52,7 +52,7 @@ def test_the_scan_that_never_goes_backwards_reads_ahead(tmp_path: Path) -> None:
     limited = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(limited)
     options: dict[str, Any] = {"kind": "forward", "directory": str(tmp_path), "window": "1MiB"}
-    options |= {"num_layers": 1, "train": False, "threads": torch.get_num_threads()}
+    options |= {"num_layers": 1, "width": 1024, "train": False, "threads": torch.get_num_threads()}
     training = limited.Training(options)
     for _ in range(2):
         training.step()

@@ -91,7 +91,8 @@ def find_layout(
 def _run_fake(probe: _Probe) -> Layout:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), ItemAnswer():  # type: ignore[no-untyped-call]
+    # counters of existing state are real
+    with FakeTensorMode(allow_non_fake_inputs=True), ItemAnswer():  # type: ignore[no-untyped-call]
         return probe.run("cpu")
 
 
