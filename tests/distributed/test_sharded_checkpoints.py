@@ -33,7 +33,7 @@ SPLIT = {"split": ("adamw", torch.bfloat16)}
 ROUNDED = {"bf16": ("adamw", torch.float32), "int8": ("adamw", torch.float32)}
 CASES = {**EXACT, **SPLIT, **ROUNDED}
 BEFORE = 2
-FEW: list[Form] = [("fsdp", 3), ("replicated", 2), ("tp", 4)]
+FEW: list[Form] = [("fsdp", 3), ("replicated", 2)]
 ALL: list[Form] = [
     ("alone", 1),
     *((form, size) for form in ("replicated", "fsdp") for size in (1, 2, 3, 4)),
