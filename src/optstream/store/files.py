@@ -151,6 +151,7 @@ class Drive:
 
     def adopt(self, frozen: FrozenFile, file: WindowFile) -> LiveFile | None:
         """Open a checkpoint's file anew, frozen, if it is just like `file`; None otherwise."""
+        self._made += make_directory(self.directory)  # whoever made it may have removed it
         try:
             fd = os.open(f"/proc/self/fd/{frozen.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
