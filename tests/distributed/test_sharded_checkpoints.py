@@ -61,17 +61,24 @@ def save_in(form: str, root: Path, cases: dict[str, Any]) -> dict[str, tuple[Who
     return found
 
 
-def load_in(form: str, root: Path, saved: list[tuple[str, str, Whole]]) -> list[tuple[Whole, int]]:
+def entry(path: Path, case: str, weights: Whole) -> tuple[str, str, str]:
+    """Keep weights in a file: each tensor that is sent to a process takes a descriptor, of few."""
+    file = path.with_name(f"{path.name}.weights")
+    torch.save(weights, file)
+    return str(path), case, str(file)
+
+
+def load_in(form: str, root: Path, saved: list[tuple[str, str, str]]) -> list[tuple[Whole, int]]:
     """Load each checkpoint; return what of the whole state is here, and the bytes that moved.
 
     Args:
-        saved: path, case and weights.
+        saved: path, case and file of the weights.
     """
     found = []
     for path, case, weights in saved:
         name, dtype = CASES[case]
         model = forms.make_model(form, dtype, seed=1)
-        forms.set_weights(model, weights)
+        forms.set_weights(model, torch.load(weights))
         with offloaded(name, form, model, root / "loaded", codec=codec(case)) as optimizer:
             optimizer.load(path)
             counters = optimizer._state.stream.counters
@@ -94,7 +101,7 @@ def check_pairs(ranks: Ranks, root: Path, among: list[Form], cases: dict[str, An
         for case in cases:
             optstream.verify(directory / case)
             wanted[(form, size), case] = of_all([each[case][1] for each in found])
-            saved.append(((form, size), str(directory / case), case, found[0][case][0]))
+            saved.append(((form, size), *entry(directory / case, case, found[0][case][0])))
     for form, size in among:
         given = [entry[1:] for entry in saved]
         found = ranks(size, load_in, form, root, given)
@@ -115,7 +122,7 @@ def test_from_all_forms_to_all(ranks: Ranks, tmp_path: Path) -> None:
     check_pairs(ranks, tmp_path, ALL, {**EXACT, **SPLIT})
 
 
-def load_rounded(form: str, root: Path, saved: list[tuple[str, str, Whole]]) -> Any:
+def load_rounded(form: str, root: Path, saved: list[tuple[str, str, str]]) -> Any:
     lines: list[str] = []
     log = logging.getLogger("optstream")
     log.addHandler(handler := logging.Handler())
@@ -128,7 +135,7 @@ def test_rounded_state_stays_near_and_what_is_rounded_again_is_named(
     ranks: Ranks, tmp_path: Path, form: str, size: int
 ) -> None:
     found = ranks(3, save_in, "fsdp", tmp_path, ROUNDED)
-    saved = [(str(tmp_path / case), case, found[0][case][0]) for case in ROUNDED]
+    saved = [entry(tmp_path / case, case, found[0][case][0]) for case in ROUNDED]
     loaded = ranks(size, load_rounded, form, tmp_path, saved)
     for index, case in enumerate(ROUNDED):
         wanted = of_all([each[case][1] for each in found])
@@ -166,7 +173,7 @@ def test_replicas_are_saved_once(ranks: Ranks, tmp_path: Path) -> None:
     folders = sorted(path.name for path in (tmp_path / "exact").iterdir() if path.is_dir())
     assert folders == ["rank00000", "rank00001"]  # the first copy's
     weights = found[0]["fp32"][0]
-    loaded = ranks(4, load_in, "hsdp", tmp_path, [(str(tmp_path / "fp32"), "fp32", weights)])
+    loaded = ranks(4, load_in, "hsdp", tmp_path, [entry(tmp_path / "fp32", "fp32", weights)])
     wanted = of_all([each["fp32"][1] for each in found])
     assert differing(of_all([each[0][0] for each in loaded]), wanted) == []
     assert [each[0][1] for each in loaded] == [0] * 4
