@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optstream.checkpoint.verify import verify
-    from optstream.distributed.gradients import clip_grad_norm_, reduce_to_owner
     from optstream.errors import OffloadError
+    from optstream.gradients import clip_grad_norm_, reduce_to_owner
     from optstream.muon import Muon, muon_groups, muon_table
     from optstream.optimizer import StreamedOptimizer
     from optstream.plan import Plan
@@ -35,11 +35,11 @@ _HOMES = {
     "Plan": "plan",
     "StepReport": "report",
     "StreamedOptimizer": "optimizer",
-    "clip_grad_norm_": "distributed.gradients",
+    "clip_grad_norm_": "gradients",
     "muon_groups": "muon",
     "muon_table": "muon",
     "offload": "wrap",
-    "reduce_to_owner": "distributed.gradients",
+    "reduce_to_owner": "gradients",
     "verify": "checkpoint.verify",
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import optstream
-from optstream.streamed.params import ScaledGradient
+from optstream.bound import ScaledGradient
 
 STEPS = 3
 

@@ -64,7 +64,7 @@ def processes() -> Any:
     """Return a context whose processes are forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     # torch imports _dynamo when its first optimizer is made, which takes a second, as the last two
-    modules = ["optstream.distributed.gradients", "optstream.muon", "torch._dynamo"]
+    modules = ["optstream.gradients", "optstream.muon", "torch._dynamo"]
     modules += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
     context.set_forkserver_preload(modules)
     return context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,9 @@ from optstream.checkpoint.parts import Assembled
 from optstream.errors import CheckpointError
 from optstream.layout import is_streamed
 from optstream.plan import MASTER, ParamSpec
-from optstream.streamed.roster import is_positional
 
 _SHOWN = 3
+_POSITIONAL = re.compile(r"group\d+\.param\d+", re.ASCII)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 log = logging.getLogger("optstream")
@@ -210,8 +211,8 @@ def _alike(given: str, own: str) -> bool:
     """Tell whether two names may be one parameter's: a wrapper's prefix, or none is known."""
     return (
         own == given
-        or is_positional(own)
-        or is_positional(given)
+        or _is_positional(own)
+        or _is_positional(given)
         or own.endswith(f".{given}")
         or given.endswith(f".{own}")
     )
@@ -237,7 +238,7 @@ def check_groups(
         faults = [f"lacks {some([*map(repr, lacking)])}"] if lacking else []
         faults += [f"has the unknown {some([*map(repr, unknown)])}"] if unknown else []
         text = f"param_groups[{index}] of {source} {' and '.join(faults)}"
-        if strict or any(map(is_positional, (*own, *group["params"]))):
+        if strict or any(map(_is_positional, (*own, *group["params"]))):
             raise CheckpointError(f"{text}; another model, or wrapped without model=?")
         log.warning("%s; strict=False", text)
 
@@ -251,3 +252,8 @@ def check_class(source: str, saved: str, optimizer: Optimizer, strict: bool) -> 
     if strict:
         raise CheckpointError(f"{text}; use that one, or strict=False to take what fits")
     log.warning("%s; loaded because strict=False", text)
+
+
+def _is_positional(name: str) -> bool:
+    """Tell whether a parameter has no name but where it stands."""
+    return _POSITIONAL.fullmatch(name) is not None

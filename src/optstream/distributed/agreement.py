@@ -9,10 +9,10 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from optstream.bound import GradientOf
 from optstream.distributed.ranks import Ranks
 from optstream.distributed.shares import EVERY_RANK, Place, Shares
 from optstream.errors import RankError
-from optstream.streamed.params import GradientOf
 
 
 def check_same(ranks: Ranks, facts: Mapping[str, str]) -> None:

@@ -6,15 +6,16 @@ A change is followed when the stored state still fits and is an error when it do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.bound import Bound, GradientOf, ScaledGradient
 from optstream.codecs import EXACT, CodecChoice
 from optstream.distributed.shards import check_shard_gradient, here
 from optstream.errors import ConfigError, ModelChangedError, UnsupportedOptimizerError
@@ -27,34 +28,6 @@ from optstream.streamed.rule import ELEMENTWISE, is_elementwise
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Groups = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-
-
-class ScaledGradient(NamedTuple):
-    """A gradient of a parameter with a master, to be multiplied in float32 once it is cast.
-
-    Attributes:
-        factor: one element: what a loss scale and clipping come to.
-    """
-
-    grad: Tensor
-    factor: Tensor
-
-
-GradientOf = Callable[[Tensor], Tensor | ScaledGradient | None]
-
-
-class Bound(NamedTuple):
-    """A parameter that has a gradient in this step.
-
-    Attributes:
-        param, grad: this rank's part, if it is sharded.
-        whole: the DTensor, where the optimizer takes it together with other ranks.
-    """
-
-    param: Tensor
-    grad: Tensor
-    factor: Tensor | None = None
-    whole: Tensor | None = None
 
 
 def parameter_names(

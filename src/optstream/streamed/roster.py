@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,14 +26,6 @@ from optstream.streamed.rule import update_flops
 from optstream.units import format_bytes
 
 log = logging.getLogger("optstream")
-
-
-_POSITIONAL = re.compile(r"group\d+\.param\d+", re.ASCII)
-
-
-def is_positional(name: str) -> bool:
-    """Tell whether a parameter has no name but where it stands."""
-    return _POSITIONAL.fullmatch(name) is not None
 
 
 def empty_plan(window_bytes: int, num_ranks: int) -> Plan:

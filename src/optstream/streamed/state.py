@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.bound import Bound
 from optstream.distributed.agreement import Turn, check_turns, make_turn
 from optstream.distributed.exchange import Exchange
 from optstream.distributed.lockstep import Lockstep
@@ -28,7 +29,7 @@ from optstream.ram import Ram
 from optstream.store.base import Store
 from optstream.stream import Stream
 from optstream.streamed.headers import window_files
-from optstream.streamed.params import Bound, bind, gradient_source
+from optstream.streamed.params import bind, gradient_source
 from optstream.streamed.progress import Progress
 from optstream.streamed.roster import Roster
 from optstream.update import Record, Updater

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from optstream.bound import Bound
 from optstream.codecs import Place, in_memory_order, salt
 from optstream.distributed.shards import like
 from optstream.plan import MASTER, MAX_TILE, Extent, ParamSpec, Piece, Plan, Temporaries, Window
-from optstream.streamed.params import Bound
 from optstream.update.decoding import Decoded, Scratch, encoded_extent, tile_views
 from optstream.update.master import follow_parameter
 from optstream.update.record import Record, working_copy

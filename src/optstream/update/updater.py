@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from optstream.bound import Bound
 from optstream.distributed.shards import here
 from optstream.errors import StateChangedError
 from optstream.layout import (
@@ -31,7 +32,6 @@ from optstream.layout import (
 )
 from optstream.memory import trim_heap
 from optstream.plan import EXACT, MASTER, Plan, Temporaries, Window
-from optstream.streamed.params import Bound
 from optstream.units import format_bytes
 from optstream.update.record import Record, SharedRecords
 from optstream.update.runs import TRIM_BYTES, Tile

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from optstream.bound import Bound
 from optstream.distributed.shards import here
 from optstream.plan import EXTENT_ALIGNMENT, Extent, Piece, Plan, aligned
-from optstream.streamed.params import Bound
 
 
 def extent_view(buffer: Tensor, extent: Extent) -> Tensor:

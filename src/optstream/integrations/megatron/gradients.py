@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optstream.bound import ScaledGradient
 from optstream.errors import ConfigError
 from optstream.integrations.megatron.held import Groups, Held, masters_attribute
-from optstream.streamed.params import ScaledGradient
 
 
 class Gradients:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optstream.bound import ScaledGradient
 from optstream.integrations.megatron.gradients import Gradients
 from optstream.integrations.megatron.held import Groups
 from optstream.layout import hyperparameters
-from optstream.streamed.params import ScaledGradient
 
 _ELEMENTWISE = ("FusedAdam", "Lion")
 """Rules of Transformer Engine, Apex and emerging-optimizers that flat slices may be given to."""
