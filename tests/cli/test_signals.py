@@ -55,8 +55,15 @@ def wait_for_step(child: subprocess.Popen[str]) -> None:
     pytest.fail("the child ended before its first step")
 
 
-@pytest.mark.parametrize("store", ["none", "direct"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("store", "signum"),
+    [
+        pytest.param("direct", signal.SIGINT, id="direct-SIGINT"),
+        pytest.param("none", signal.SIGTERM, id="none-SIGTERM"),
+        pytest.param("none", signal.SIGINT, id="none-SIGINT", marks=pytest.mark.slow),
+        pytest.param("direct", signal.SIGTERM, id="direct-SIGTERM", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_it_after_the_step_with_the_table(place, text, store, signum):
     with start_child(place, text, "--store", store) as child:
         wait_for_step(child)

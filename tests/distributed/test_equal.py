@@ -49,7 +49,7 @@ def train_all(directory: Path) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_are_those_of_one_process(
     size: int, ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

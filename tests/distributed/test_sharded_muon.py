@@ -120,7 +120,7 @@ def all_meshes(size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_plain(ranks: Ranks, size: int) -> None:
     for wrong in ranks(size, all_meshes, size):
         assert wrong == [], "\n".join(wrong)
@@ -188,7 +188,7 @@ def streamed_meshes(directory: Path, size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_streamed(ranks: Ranks, tmp_path: Path, size: int) -> None:
     for wrong in ranks(size, streamed_meshes, tmp_path, size):
         assert wrong == [], "\n".join(wrong)

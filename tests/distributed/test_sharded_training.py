@@ -124,7 +124,14 @@ def one_process() -> dict[str, Tensor]:
     return weights(model)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=["2", "4", "hsdp"])
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        pytest.param((2,), id="2"),
+        pytest.param((4,), id="4", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="hsdp"),
+    ],
+)
 def test_a_transformer(ranks: Ranks, tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
     [expected] = ranks(1, one_process)
     size = torch.Size(mesh_shape).numel()

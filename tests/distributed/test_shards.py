@@ -126,7 +126,14 @@ def equal_to_plain(directory: Path, mesh_shape: tuple[int, ...]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=["2", "4", "hsdp"])
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        pytest.param((2,), id="2"),
+        pytest.param((4,), id="4", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="hsdp"),
+    ],
+)
 def test_equals_the_plain_optimizer(
     ranks: Ranks, tmp_path: Path, mesh_shape: tuple[int, ...]
 ) -> None:

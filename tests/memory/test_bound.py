@@ -104,6 +104,7 @@ def test_resident_windows_are_part_of_the_bound(ram: str, tmp_path: Path) -> Non
     assert min(measured.steps) >= measured.resident
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(CODED))
 def test_decoded_state_is_part_of_the_bound(case: str, tmp_path: Path) -> None:
     """Windows are as large as the slack: one that is decoded as a whole would not fit it."""
